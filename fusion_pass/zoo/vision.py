@@ -1,7 +1,7 @@
 """Encoders without a causal mask: vision towers with packed QKV, DINOv3 and ModernBERT.
 
-The Qwen towers read `grid_thw` on the host, so `torch.compile` cuts them into several graphs (`fullgraph=True` fails), and
-rotation and attention land in different ones.
+The Qwen towers read `grid_thw` on the host, so `torch.compile` cuts them into several graphs (`fullgraph=True` fails),
+and rotation and attention land in different ones.
 """
 
 from __future__ import annotations
