@@ -1,0 +1,68 @@
+"""The patterns the pass runs: the built-in ones, those of installed packages, and those registered by hand.
+
+A package adds a fusion without any change here by an entry point in the group `fusion_pass.patterns`:
+
+    [project.entry-points."fusion_pass.patterns"]
+    my_fusion = "my_package.my_fusion:PATTERN"        # an object with the attributes of `fusion_pass.patterns.base.Pattern`
+
+or, inside one program, by `fusion_pass.register(PATTERN)`. Nothing is imported before the first graph is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from importlib.metadata import entry_points
+
+from fusion_pass.errors import ConfigError
+from fusion_pass.patterns.base import Pattern
+
+ENTRY_POINT_GROUP = "fusion_pass.patterns"
+
+BUILT_IN = ("fusion_pass.patterns.norm_rope",)
+
+_registered: dict[str, Pattern] = {}
+
+
+def register(pattern: Pattern) -> Pattern:
+    """Add `pattern` for every graph this process compiles from now on. Returns it, so that it can be a decorator's result.
+
+    Raises `ConfigError` when it is no pattern or when its name is taken.
+    """
+    checked = _checked(pattern, "register")
+    if checked.name in {known.name for known in patterns()}:
+        raise ConfigError(f"A pattern named {checked.name!r} is registered already; give this one another name.")
+    _registered[checked.name] = checked
+    return checked
+
+
+def unregister(name: str) -> None:
+    """Take back a `register`. Raises `ConfigError` when there is no such pattern."""
+    if _registered.pop(name, None) is None:
+        raise ConfigError(f"No pattern named {name!r} was registered; registered are {sorted(_registered)}.")
+
+
+def patterns() -> tuple[Pattern, ...]:
+    """Every pattern, in the order built-in, installed, registered."""
+    return (*_installed(), *_registered.values())
+
+
+@functools.cache
+def _installed() -> tuple[Pattern, ...]:
+    found: dict[str, Pattern] = {}
+    for module in BUILT_IN:
+        for pattern in importlib.import_module(module).PATTERNS:
+            found[pattern.name] = _checked(pattern, module)
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        pattern = _checked(point.load(), f"the entry point {point.value!r}")
+        if pattern.name in found:
+            raise ConfigError(f"The entry point {point.value!r} brings a second pattern named {pattern.name!r}.")
+        found[pattern.name] = pattern
+    return tuple(found.values())
+
+
+def _checked(pattern: object, source: str) -> Pattern:
+    if isinstance(pattern, type) or not isinstance(pattern, Pattern):
+        raise ConfigError(f"{source} got {pattern!r}; a pattern is an object with a `name` and a method `find(graph)`.")
+    return pattern
+

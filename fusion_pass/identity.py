@@ -1,0 +1,61 @@
+"""The identity of the pass: a digest of everything of ours that a compiled artefact depends on.
+
+Inductor's and AOTAutograd's caches know an operator by its name, not by its body or its backward (pytorch issue 144344). So the digest covers the
+sources of the pass, the patterns and the kernels, those of third-party patterns, the versions of torch and triton, and the configuration: a changed
+kernel never meets an artefact compiled with the old one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from fusion_pass.config import FusionConfig
+from fusion_pass.extensions import patterns
+
+_SUFFIXES = frozenset({".py", ".cu", ".cuh", ".h", ".cpp", ".json"})
+
+
+def uuid(config: FusionConfig) -> bytes:
+    """32 bytes, never empty (a falsy uuid would bypass the caches). The sources are read once per process."""
+    return hashlib.sha256(_code_digest(_pattern_files()) + config.cache_key().encode()).digest()
+
+
+def sources_digest(roots: Iterable[Path]) -> bytes:
+    """Digest of names and contents of all source files below `roots` (folders or files)."""
+    digest = hashlib.sha256()
+    for root in roots:
+        files = sorted(path for path in root.rglob("*") if path.suffix in _SUFFIXES) if root.is_dir() else [root]
+        for file in files:
+            digest.update(f"{file.relative_to(root)}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.digest()
+
+
+@functools.cache
+def _code_digest(extra: tuple[Path, ...]) -> bytes:
+    import fusion_pass
+    from fusion_pass import kernels, patterns
+
+    roots = [Path(folder) for package in (fusion_pass, patterns, kernels) for folder in package.__path__]
+    versions = f"{torch.__version__} {torch.version.git_version} {_version('triton')} {_version('triton-ascend')}"
+    return hashlib.sha256(sources_digest([*roots, *extra]) + versions.encode()).digest()
+
+
+def _pattern_files() -> tuple[Path, ...]:
+    """Sources of the patterns that are not ours."""
+    files = (getattr(sys.modules.get(type(pattern).__module__), "__file__", None) for pattern in patterns())
+    return tuple(sorted({Path(file) for file in files if file}))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

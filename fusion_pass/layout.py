@@ -1,0 +1,106 @@
+"""Strides: does it matter that a replaced value is laid out differently, and what restores the old layout.
+
+Strides are not part of a value, but a reader can depend on them: `view` fails on some, `as_strided` reads through them, and a caller sees those
+of a graph output. Whether one does is found by evaluating the readers on fake tensors with the new strides until the strides are the old ones again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
+
+from fusion_pass.graph.site import Step
+from fusion_pass.graph_facts import fake_value, may_write
+
+_READS_STRIDES = frozenset({"as_strided", "as_strided_scatter", "stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"})
+
+_LIMIT = 64
+"""Readers evaluated before the answer is 'depends': a layout that travels this far ends at the graph's output anyway."""
+
+
+def same_size(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the shapes are known to be equal for every value of their symbols."""
+    return a.dim() == b.dim() and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True))
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensors of equal shape have equal strides, on the axes longer than one."""
+    return all(
+        statically_known_true(size == 1) or statically_known_true(x == y)
+        for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )
+
+
+def first_layout_reader(node: fx.Node, value: torch.Tensor, inside: frozenset[fx.Node]) -> fx.Node | None:
+    """The first reader of `node`, direct or through others, that depends on its strides when it becomes `value`; None if none does.
+
+    Nodes of `inside` are not readers: they go away.
+    """
+    values: dict[fx.Node, Any] = {node: value}
+    queue = sorted(user for user in node.users if user not in inside)
+    seen = set(queue)
+    while queue:
+        reader = heapq.heappop(queue)
+        if len(seen) > _LIMIT or _depends_by_nature(reader):
+            return reader
+        try:
+            value = _evaluate(reader, values)
+        except Exception:  # a view that the new strides do not allow, or an operator without a fake implementation
+            return reader
+        original = fake_value(reader)
+        if _same_everywhere(value, original):
+            continue
+        if not isinstance(value, torch.Tensor) or not isinstance(original, torch.Tensor) or not same_size(value, original):
+            return reader
+        values[reader] = value
+        for user in reader.users:
+            if user not in seen:
+                seen.add(user)
+                heapq.heappush(queue, user)
+    return None
+
+
+def steps_to_layout(original: torch.Tensor) -> tuple[Step, ...] | None:
+    """Steps that copy a tensor into the strides of `original`; None unless those are a dense permutation."""
+    try:
+        order = sorted(range(original.dim()), key=lambda axis: (-int(original.stride(axis)), axis))
+    except Exception:  # strides with symbols of unknown order
+        return None
+    if not original.permute(order).is_contiguous():
+        return None
+    inverse = [order.index(axis) for axis in range(original.dim())]
+    return (Step("permute", tuple(order)), Step("contiguous"), Step("permute", tuple(inverse)))
+
+
+def _depends_by_nature(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op == "output" or may_write(node) or name.split(".")[0] in _READS_STRIDES
+
+
+def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    def load(argument: fx.Node) -> Any:
+        return values[argument] if argument in values else fake_value(argument)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), load)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op == "call_function" and callable(node.target):
+        return node.target(*args, **kwargs)
+    raise NotImplementedError(node.op)
+
+
+def _same_everywhere(value: Any, original: Any) -> bool:
+    got, had = _tensors(value), _tensors(original)
+    return len(got) == len(had) > 0 and all(
+        x.dtype == y.dtype and same_size(x, y) and same_layout(x, y) for x, y in zip(got, had, strict=True)
+    )
+
+
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,106 @@
+"""The way of one graph: read and recognise (patterns), plan, verify, rewrite, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from torch import fx
+from torch._guards import CompileContext
+
+from fusion_pass import report, rewrite
+from fusion_pass.config import FusionConfig
+from fusion_pass.extensions import patterns
+from fusion_pass.graph.site import Refusal, Site
+from fusion_pass.graph_facts import value_key
+from fusion_pass.plan import Planned, Unplannable, plan_site
+from fusion_pass.report import Report, SiteReport
+from fusion_pass.verify import Verifier
+
+
+def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -> Report:
+    """Fuse what `config` asks for in `module` and in the graphs it holds (bodies of activation checkpoints and other
+    higher-order operators), in place, and report on every place.
+
+    `texts`: keep the graph before and after as text in the report.
+    Raises `FusionError` as `FusionConfig` describes; the module is then not to be used.
+    """
+    if not config.enabled:
+        return Report()
+    started = time.perf_counter()
+    before = _text(module) if texts else ""
+    verifier = Verifier(config)
+    sites = [site for graph_module in _bodies_first(module) for site in _fuse_one(graph_module, config, verifier)]
+    report.log.debug("fused %d sites in %.1f ms", len(sites), 1e3 * (time.perf_counter() - started))
+    return Report(tuple(sites), before, _text(module) if texts else "")
+
+
+def conclude(result: Report, config: FusionConfig) -> None:
+    """Publish the report of one whole captured graph and hold it against what was asked for."""
+    if config.enabled:
+        report.publish(result, config, graph_id())
+        report.check_expectations(result, config)
+
+
+def graph_id() -> str:
+    """Dynamo's name of the graph being compiled (`frame/recompile`); the attempts of one compilation share it."""
+    return str(CompileContext.current_compile_id() or "?")
+
+
+def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) -> list[SiteReport]:
+    graph = module.graph
+    key = value_key(graph)
+    found = [place for pattern in patterns() for place in pattern.find(graph) if config.wants(place.fusion)]
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    found.sort(key=lambda place: order[place.anchor])
+    records: dict[int, SiteReport] = {}
+    planned: list[tuple[int, Planned]] = []
+    taken: set[fx.Node] = set()
+    renamed: dict[fx.Node, fx.Node] = {}
+    for index, place in _largest_first(found):
+        try:
+            if isinstance(place, Refusal):
+                raise Unplannable(place.reason)
+            if not taken.isdisjoint(place.region):
+                raise Unplannable("The place is part of a larger fusion.")
+            plan = plan_site(place, config, renamed)
+        except Unplannable as reason:
+            records[index] = report.skipped(place, str(reason))
+            continue
+        verifier.check(plan)
+        planned.append((index, plan))
+        taken |= place.region
+        renamed.update(rewrite.apply(plan, key))
+        records[index] = report.fused(plan)
+    if planned:
+        graph.lint()
+        module.recompile()
+    return [records[index] for index in range(len(found))]
+
+
+def _largest_first(found: list[Site | Refusal]) -> Iterator[tuple[int, Site | Refusal]]:
+    """A site that holds another one wins over it; among equals the graph's order."""
+
+    def size(place: Site | Refusal) -> int:
+        return len(place.region) if isinstance(place, Site) else 0
+
+    return iter(sorted(enumerate(found), key=lambda pair: (-size(pair[1]), pair[0])))
+
+
+def _bodies_first(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """`module` and every graph it calls, each once, callees before callers."""
+    seen: set[int] = set()
+
+    def walk(current: fx.GraphModule) -> Iterator[fx.GraphModule]:
+        seen.add(id(current))
+        for node in current.graph.find_nodes(op="get_attr"):
+            child = getattr(current, str(node.target), None)
+            if isinstance(child, fx.GraphModule) and id(child) not in seen:
+                yield from walk(child)
+        yield current
+
+    return walk(module)
+
+
+def _text(module: fx.GraphModule) -> str:
+    return module.print_readable(print_output=False, include_stride=True)

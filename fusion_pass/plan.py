@@ -1,0 +1,259 @@
+"""Plan: everything about one site that can fail, decided before the graph is touched.
+
+    Site ──▶ operands as fake tensors ──▶ kernel ──▶ results as fake tensors ──▶ Planned
+                                            │                 │
+                                            └── Unplannable ──┘   a sentence for the report
+
+The nodes a rewrite will insert are evaluated here on fake tensors, so `rewrite.py` only edits, and a site is rewritten whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from fusion_pass.config import FusionConfig
+from fusion_pass.errors import FusionError
+from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step
+from fusion_pass.graph_facts import fake_value, may_write, sets_grad_mode
+from fusion_pass.kernels import registry
+from fusion_pass.layout import first_layout_reader, same_layout, same_size, steps_to_layout
+
+OUTSIDE_KERNEL = "custom"
+"""What a report names as the kernel of an operator that the kernel registry does not know (a third party's)."""
+
+
+class Unplannable(Exception):
+    """Why a site cannot be rewritten, as the sentence a user will read."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A node seen through steps, with the fake value after each step."""
+
+    node: fx.Node
+    steps: tuple[Step, ...]
+    values: tuple[torch.Tensor, ...]
+    """`values[0]` is the node's own value, `values[i]` the one after `steps[i - 1]`."""
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The value the operator sees."""
+        return self.values[-1]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result `index` of the call, moved by `steps`, takes the place of `replaces`. `values` as in `Moved`."""
+
+    replaces: fx.Node
+    index: int
+    steps: tuple[Step, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A site that can be rewritten: what to insert, after which node, and which kernel will run."""
+
+    site: Site
+    target: torch._ops.OpOverload
+    tensors: Mapping[str, Moved]
+    options: Mapping[str, Literal]
+    kernel: str
+    value: Any
+    """The call's fake result: a tensor or a tuple of tensors."""
+    results: tuple[Result, ...]
+    after: fx.Node
+
+
+def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Node]) -> Planned:
+    """The plan of `site`, or `Unplannable`. `renamed` maps nodes that earlier rewrites replaced to their replacements.
+
+    Raises `FusionError` when `config.kernels` names kernels and none of them can serve the site.
+    """
+    call = site.call
+    target = _overload(call)
+    operands = {
+        name: Operand(_current(operand.node, renamed), operand.steps) for name, operand in call.tensors.items() if operand
+    }
+    _check_single_reader(site)
+    after = _insertion_point(site, [operand.node for operand in operands.values()])
+    reference = fake_value(site.outputs[0].node)
+    with _evaluating(site, reference):
+        tensors = {name: _move(operand) for name, operand in operands.items()}
+        options = {name: _literal(site, name, option) for name, option in call.options.items()}
+        if config.deterministic and _takes(target, "deterministic"):
+            options["deterministic"] = True
+        kernel = _choose_kernel(site, target, tensors, options, config)
+        if kernel != OUTSIDE_KERNEL:
+            options["kernel"] = kernel
+        value = target(**{name: moved.value for name, moved in tensors.items()}, **options)
+        results = tuple(_result(site, output, value) for output in site.outputs)
+    return Planned(site, target, tensors, options, kernel, value, results, after)
+
+
+def _overload(call: Call) -> torch._ops.OpOverload:
+    if call.namespace == "fusion_pass":
+        import fusion_pass.kernels  # registers the operators  # noqa: F401
+    packet = getattr(getattr(torch.ops, call.namespace), call.name, None)
+    if packet is None or not hasattr(packet, "default"):
+        raise Unplannable(f"The operator {call.namespace}::{call.name} is not registered.")
+    overload = packet.default
+    assert isinstance(overload, torch._ops.OpOverload)
+    return overload
+
+
+def _takes(target: torch._ops.OpOverload, argument: str) -> bool:
+    return any(a.name == argument for a in target._schema.arguments)
+
+
+def _current(node: fx.Node, renamed: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    while node in renamed:
+        node = renamed[node]
+    return node
+
+
+def _check_single_reader(site: Site) -> None:
+    """A value that the fused call does not produce must have no reader outside the site."""
+    replaced = {output.node for output in site.outputs}
+    for node in site.region - replaced:
+        for user in node.users:
+            if user not in site.region and user not in replaced:
+                raise Unplannable(f"{node.name!r} is computed inside the site and also read outside it, by {user.name!r}.")
+
+
+def _insertion_point(site: Site, operands: list[fx.Node]) -> fx.Node:
+    """The node after which the call goes: behind all it reads, before every reader of what it replaces.
+
+    Normally the anchor. When a result is read before the anchor (q is used before k is finished), the call moves up to that reader,
+    provided nothing writes to memory on the way.
+    """
+    replaced = {output.node for output in site.outputs}
+    readers = [user for node in replaced for user in node.users if user not in site.region and user not in replaced]
+    after = site.anchor
+    if readers and min(readers) < after:
+        after = min(readers).prev
+        if any(may_write(node) and node not in site.region for node in _between(after, site.anchor)):
+            raise Unplannable(f"{min(readers).name!r} reads a result before the site ends, and memory is written in between.")
+    late = [node for node in operands if after < node]
+    if late:
+        raise Unplannable(f"{late[0].name!r}, which the call reads, is computed only after a result of the site is read.")
+    first = min(replaced | {after})
+    if any(sets_grad_mode(node) for node in _between(first, max(replaced | {after}))):
+        raise Unplannable("The grad mode changes inside the site.")
+    return after
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes behind `first` up to and including `last`."""
+    node = first
+    while node is not last:
+        node = node.next
+        yield node
+
+
+@contextmanager
+def _evaluating(site: Site, reference: Any) -> Iterator[None]:
+    """Evaluate on fake tensors in the grad mode of the replaced value; any failure makes the site unplannable."""
+    if not isinstance(reference, FakeTensor):
+        raise Unplannable("The graph carries no shape information (no fake value) for the site's results.")
+    try:
+        # The mode of the graph's own values: while a backend runs, the current tracing context has another one already.
+        with reference.fake_mode, torch.set_grad_enabled(reference.requires_grad):
+            yield
+    except (Unplannable, FusionError):
+        raise
+    except Exception as error:
+        message = str(error).strip().split("\n")[0] or type(error).__name__
+        raise Unplannable(f"{site.call.name} does not take these arguments: {message}") from error
+
+
+def _move(operand: Operand) -> Moved:
+    value = fake_value(operand.node)
+    if not isinstance(value, torch.Tensor):
+        raise Unplannable(f"The graph carries no shape information (no fake value) for {operand.node.name!r}.")
+    return Moved(operand.node, operand.steps, _through(operand.steps, value))
+
+
+def _through(steps: tuple[Step, ...], value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values = [value]
+    for step in steps:
+        values.append(getattr(values[-1], step.method)(*step.args))
+    return tuple(values)
+
+
+def _literal(site: Site, name: str, option: Literal | fx.Node) -> Literal:
+    """A scalar the graph computes becomes its value, guarded: another value at run time recompiles.
+
+    Under `dynamic=True` Dynamo turns a float attribute of a module (eps) into a graph input read by `.item()`. A symbolic eps would reach every
+    kernel as a run-time argument and has no benefit; `float()` of the symbolic value records the guard.
+    """
+    if not isinstance(option, fx.Node):
+        return option
+    value = fake_value(option)
+    try:
+        if isinstance(value, torch.SymFloat | float):
+            return float(value)
+        if isinstance(value, torch.SymInt | int):
+            return int(value)
+    except GuardOnDataDependentSymNode:
+        pass
+    raise Unplannable(f"{name} of {site.call.name} is {option.name!r}, which is known only at run time.")
+
+
+def _choose_kernel(
+    site: Site,
+    target: torch._ops.OpOverload,
+    tensors: Mapping[str, Moved],
+    options: Mapping[str, Literal],
+    config: FusionConfig,
+) -> str:
+    if not _takes(target, "kernel"):
+        return OUTSIDE_KERNEL
+    present = {name: moved.value for name, moved in tensors.items()}
+    request = registry.Request(
+        op=site.call.name,
+        device=next(iter(present.values())).device,
+        dtypes={name: value.dtype for name, value in present.items()},
+        shapes={name: tuple(_known_size(size) for size in value.shape) for name, value in present.items()},
+        options=options,
+        training=torch.is_grad_enabled() and any(value.requires_grad for value in present.values()),
+    )
+    choice = registry.choose(request, allow_reference=config.allow_reference, only=config.kernels)
+    if choice.kernel is not None:
+        return choice.kernel.name
+    if config.kernels is not None:
+        asked = ", ".join(config.kernels)
+        raise FusionError(f"kernels={asked} was asked for, but cannot serve {site.fusion} of {site.layer!r}: {choice.sentence()}")
+    raise Unplannable(f"No kernel for {request.device.type}: {choice.sentence()}")
+
+
+def _known_size(size: int | torch.SymInt) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+def _result(site: Site, output: Output, value: Any) -> Result:
+    fresh = value if isinstance(value, torch.Tensor) else value[output.index]
+    values = _through(output.steps, fresh)
+    original = fake_value(output.node)
+    got = values[-1]
+    for what in ("dtype", "device"):
+        if getattr(got, what) != getattr(original, what):
+            raise Unplannable(f"{output.node.name!r} has {what} {getattr(original, what)}, the call gives {getattr(got, what)}.")
+    if not same_size(got, original):
+        raise Unplannable(f"{output.node.name!r} has shape {list(original.shape)}, the call gives {list(got.shape)}.")
+    steps = output.steps
+    if not same_layout(got, original) and (reader := first_layout_reader(output.node, got, site.region)) is not None:
+        extra = steps_to_layout(original)
+        if extra is None:
+            raise Unplannable(f"{reader.name!r} depends on the strides of {output.node.name!r}, which the call cannot give.")
+        steps, values = (*steps, *extra), (*values, *_through(extra, got)[1:])
+    return Result(output.node, output.index, steps, values)

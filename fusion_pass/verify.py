@@ -1,0 +1,6 @@
+"""placeholder"""
+from fusion_pass.config import FusionConfig
+from fusion_pass.plan import Planned
+class Verifier:
+    def __init__(self, config: FusionConfig) -> None: ...
+    def check(self, plan: Planned) -> None: ...
