@@ -1,0 +1,230 @@
+"""The operators as Python functions, for use without the pass.
+
+Shapes, options and errors are those of `docs/operators.md`; B = batch, S = sequence, H = heads, D = head_dim, R = rotary_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .ops import split_packed
+from .options import check_packed
+
+_ops = torch.ops.fusion_pass
+
+
+def qkv_norm_rope(
+    qkv: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    norm: str,
+    rotary_dim: int,
+    eps: float | None = None,
+    packing: str = "blocked",
+    norm_scope: str = "head",
+    norm_first: bool = True,
+    rotary_start: int = 0,
+    pairing: str = "halves",
+    conjugate: bool = False,
+    mrope_layout: str = "none",
+    mrope_section: Sequence[int] = (),
+    out_order: str = "bshd",
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a packed projection and normalise and rotate each head of Q and K.
+
+    `qkv` is [B, S, (num_heads + 2 num_kv_heads) D]. Returns q [B, S, num_heads, D], k and v [B, S, num_kv_heads, D].
+    Where no gradient is recorded v is a view of `qkv` and nothing of it is moved; in training it is a copy, because the backward writes one
+    packed gradient in one pass.
+    """
+    options = {
+        "norm": norm,
+        "eps": eps,
+        "norm_scope": norm_scope,
+        "norm_first": norm_first,
+        "rotary_dim": rotary_dim,
+        "rotary_start": rotary_start,
+        "pairing": pairing,
+        "conjugate": conjugate,
+        "mrope_layout": mrope_layout,
+        "mrope_section": mrope_section,
+        "out_order": out_order,
+        "out_dtype": out_dtype,
+        "backend": backend,
+    }
+    if packing == "blocked" and not (torch.is_grad_enabled() and qkv.requires_grad):
+        check_packed(qkv, num_heads, num_kv_heads, head_dim, packing)
+        q, k, v = split_packed(qkv, num_heads, num_kv_heads, packing)
+        q, k = _ops.qk_norm_rope(q, k, cos, sin, positions, q_weight, k_weight, q_bias, k_bias, **options)
+        return q, k, v
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "packing": packing}
+    q, k, v = _ops.qkv_norm_rope(qkv, cos, sin, positions, q_weight, k_weight, q_bias, k_bias, **heads, **options)
+    return q, k, v
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    *,
+    norm: str,
+    rotary_dim: int,
+    eps: float | None = None,
+    norm_scope: str = "head",
+    norm_first: bool = True,
+    rotary_start: int = 0,
+    pairing: str = "halves",
+    conjugate: bool = False,
+    mrope_layout: str = "none",
+    mrope_section: Sequence[int] = (),
+    out_order: str = "bshd",
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Normalise and rotate each head of q [B, S, H, D] and k [B, S, KV, D]; any strides, the last is 1."""
+    q, k = _ops.qk_norm_rope(
+        q,
+        k,
+        cos,
+        sin,
+        positions,
+        q_weight,
+        k_weight,
+        q_bias,
+        k_bias,
+        norm=norm,
+        eps=eps,
+        norm_scope=norm_scope,
+        norm_first=norm_first,
+        rotary_dim=rotary_dim,
+        rotary_start=rotary_start,
+        pairing=pairing,
+        conjugate=conjugate,
+        mrope_layout=mrope_layout,
+        mrope_section=mrope_section,
+        out_order=out_order,
+        out_dtype=out_dtype,
+        backend=backend,
+    )
+    return q, k
+
+
+def norm_rope(
+    x: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    norm: str,
+    rotary_dim: int,
+    eps: float | None = None,
+    norm_scope: str = "head",
+    norm_first: bool = True,
+    rotary_start: int = 0,
+    pairing: str = "halves",
+    conjugate: bool = False,
+    mrope_layout: str = "none",
+    mrope_section: Sequence[int] = (),
+    out_order: str = "bshd",
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`qk_norm_rope` for one tensor [B, S, H, D]."""
+    result: Tensor = _ops.norm_rope(
+        x,
+        cos,
+        sin,
+        positions,
+        weight,
+        bias,
+        norm=norm,
+        eps=eps,
+        norm_scope=norm_scope,
+        norm_first=norm_first,
+        rotary_dim=rotary_dim,
+        rotary_start=rotary_start,
+        pairing=pairing,
+        conjugate=conjugate,
+        mrope_layout=mrope_layout,
+        mrope_section=mrope_section,
+        out_order=out_order,
+        out_dtype=out_dtype,
+        backend=backend,
+    )
+    return result
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    rotary_dim: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqlen_offset: int | Tensor = 0,
+    rotary_start: int = 0,
+    pairing: str = "halves",
+    conjugate: bool = False,
+    mrope_layout: str = "none",
+    mrope_section: Sequence[int] = (),
+    out_order: str = "bshd",
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Rotate x, [B, S, H, D] or [S, H, D], as a serving engine asks for it.
+
+    cos and sin are aligned with the tokens ([B or 1, S or 1, T]; MRoPE [3, B or 1, S, T]) unless the rows of a table [max_position, T] are named:
+    by `positions` ([S], [B, S]; MRoPE with a leading 3), or counted within each sequence from `seqlen_offset`, an int or one per sequence.
+    `cu_seqlens` ([sequences + 1], int32 or int64) says that x [total, H, D] holds sequences of those bounds one after the other.
+    `rotary_dim` defaults to twice T. The halves of a cached table [max_position, cos | sin] are passed as two slices of it.
+    """
+    tokens_only = x.dim() == 3
+    if tokens_only:
+        x = x.unsqueeze(0)
+    per_sequence = seqlen_offset if isinstance(seqlen_offset, Tensor) else None
+    constant = 0 if isinstance(seqlen_offset, Tensor) else seqlen_offset
+    aligned = positions is None and cu_seqlens is None and per_sequence is None and constant == 0
+    if aligned and cos.dim() == (2 if mrope_layout == "none" else 3):
+        # [S, T], or [3, S, T]: one table for every batch entry.
+        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    result: Tensor = _ops.rope(
+        x,
+        cos,
+        sin,
+        positions,
+        cu_seqlens,
+        per_sequence,
+        seqlen_offset=constant,
+        rotary_dim=2 * cos.shape[-1] if rotary_dim is None else rotary_dim,
+        rotary_start=rotary_start,
+        pairing=pairing,
+        conjugate=conjugate,
+        mrope_layout=mrope_layout,
+        mrope_section=mrope_section,
+        out_order=out_order,
+        out_dtype=out_dtype,
+        backend=backend,
+    )
+    return result.squeeze(0) if tokens_only else result

@@ -1,0 +1,554 @@
+"""The norm + rotation operators in `torch.ops.fusion_pass`: schema, fake, autograd, and the choice of the back end.
+
+`docs/operators.md` is the contract. Every operator is planned the same way: check the arguments, cut them into streams
+(`streams.py`), allocate the results. The fake stops there; the real operator then lets one back end fill the results.
+
+The backward is an operator too (`<name>_backward`), so AOTAutograd traces it like any other. It returns only the gradients that are needed
+(`output_mask`), in the order of the forward's differentiable arguments. Gradients are dense and contiguous whatever the strides of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from . import registry
+from .options import (
+    OUT_ORDERS,
+    Options,
+    check_affine,
+    check_device,
+    check_heads,
+    check_options,
+    check_packed,
+    check_tables,
+    one_of,
+)
+from .streams import Backend, Copy, Gradients, GradStream, Stream, Tables, fold_table_gradient
+
+NAMESPACE = "fusion_pass"
+
+# The option that names the back end may not be called `kernel`: Inductor passes an operator's keywords on to
+# `FallbackKernel.create(kernel, *args, **kwargs)`.
+_ROTATION = """int rotary_dim, int rotary_start=0, str pairing="halves", bool conjugate=False, \
+str mrope_layout="none", int[] mrope_section=[]"""
+_OPTIONS = f"""str norm, float? eps=None, str norm_scope="head", bool norm_first=True, {_ROTATION}"""
+_PACKED = """int num_heads, int num_kv_heads, int head_dim, str packing="blocked\""""
+_RESULT = """str out_order="bshd", ScalarType? out_dtype=None, str backend="auto\""""
+_GRADIENT = """bool[] output_mask, ScalarType in_dtype, str backend="auto\""""
+_TABLES = "Tensor? cos=None, Tensor? sin=None, Tensor? positions=None"
+_AFFINE = "Tensor? weight=None, Tensor? bias=None"
+_QK_AFFINE = "Tensor? q_weight=None, Tensor? k_weight=None, Tensor? q_bias=None, Tensor? k_bias=None"
+
+SCHEMAS = {
+    "qkv_norm_rope": (
+        f"(Tensor qkv, {_TABLES}, {_QK_AFFINE}, *, {_PACKED}, {_OPTIONS}, {_RESULT}) -> (Tensor, Tensor, Tensor)"
+    ),
+    "qkv_norm_rope_backward": (
+        f"(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor? qkv, {_TABLES}, {_QK_AFFINE}, *, "
+        f"{_PACKED}, {_OPTIONS}, {_GRADIENT}) -> Tensor[]"
+    ),
+    "qk_norm_rope": f"(Tensor q, Tensor k, {_TABLES}, {_QK_AFFINE}, *, {_OPTIONS}, {_RESULT}) -> (Tensor, Tensor)",
+    "qk_norm_rope_backward": (
+        f"(Tensor grad_q, Tensor grad_k, Tensor? q, Tensor? k, {_TABLES}, {_QK_AFFINE}, *, {_OPTIONS}, {_GRADIENT}) -> Tensor[]"
+    ),
+    "norm_rope": f"(Tensor x, {_TABLES}, {_AFFINE}, *, {_OPTIONS}, {_RESULT}) -> Tensor",
+    "norm_rope_backward": f"(Tensor grad, Tensor? x, {_TABLES}, {_AFFINE}, *, {_OPTIONS}, {_GRADIENT}) -> Tensor[]",
+    "rope": (
+        "(Tensor x, Tensor cos, Tensor sin, Tensor? positions=None, Tensor? cu_seqlens=None, Tensor? seqlen_offsets=None, *, "
+        f"SymInt seqlen_offset=0, {_ROTATION}, {_RESULT}) -> Tensor"
+    ),
+    "rope_backward": (
+        "(Tensor grad, Tensor? x, Tensor cos, Tensor sin, Tensor? positions=None, Tensor? cu_seqlens=None, "
+        f"Tensor? seqlen_offsets=None, *, SymInt seqlen_offset=0, {_ROTATION}, {_GRADIENT}) -> Tensor[]"
+    ),
+}
+
+
+# --- planning ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Plan:
+    """A checked forward call whose `results` are allocated and not yet filled."""
+
+    op: str
+    backend: str
+    results: tuple[Tensor, ...]
+    streams: tuple[Stream, ...]
+    tables: Tables | None
+    options: Options
+    copy: Copy | None = None
+
+    def run(self) -> None:
+        """Fill the results."""
+        if any(result.numel() for result in self.results):
+            chosen = _resolve(self.op, self.backend, self.streams[0].x, self.options, training=False)
+            chosen.forward(self.streams, self.tables, self.options, self.copy)
+
+
+@dataclass(slots=True)
+class GradPlan:
+    """A checked backward call. `dx`: the gradients of the inputs, allocated and not yet filled."""
+
+    op: str
+    backend: str
+    dx: tuple[Tensor, ...]
+    streams: tuple[GradStream, ...]
+    tables: Tables | None
+    options: Options
+    needs_cos: bool
+    needs_sin: bool
+    copy: Copy | None = None
+
+    def run(self) -> list[Tensor]:
+        """The gradients that are needed."""
+        chosen = _resolve(self.op, self.backend, self.streams[0].grad, self.options, training=True)
+        needs_tables = self.needs_cos or self.needs_sin
+        if self.streams[0].grad.numel():
+            return self._collect(chosen.backward(self.streams, self.tables, self.options, self.copy, needs_tables))
+        return [torch.zeros_like(gradient) for gradient in self.fake()]
+
+    def fake(self) -> list[Tensor]:
+        """Unfilled gradients of the right shapes, dtypes and strides."""
+
+        def like(tensor: Tensor | None, needed: bool) -> Tensor | None:
+            return tensor.new_empty(tensor.shape) if needed and tensor is not None else None
+
+        weights = [like(s.weight, s.needs_weight) for s in self.streams]
+        biases = [like(s.bias, s.needs_bias) for s in self.streams]
+        tables = self.tables
+        cos = like(tables.cos, self.needs_cos) if tables else None
+        sin = like(tables.sin, self.needs_sin) if tables else None
+        return [g for g in (*self.dx, cos, sin, *weights, *biases) if g is not None]
+
+    def _collect(self, gradients: Gradients) -> list[Tensor]:
+        cos = sin = None
+        if self.tables is not None and self.needs_cos:
+            assert gradients.cos is not None
+            cos = fold_table_gradient(gradients.cos, self.tables.cos, self.tables.positions, self.options)
+        if self.tables is not None and self.needs_sin:
+            assert gradients.sin is not None
+            sin = fold_table_gradient(gradients.sin, self.tables.sin, self.tables.positions, self.options)
+        return [g for g in (*self.dx, cos, sin, *gradients.weights, *gradients.biases) if g is not None]
+
+
+def _resolve(op: str, backend: str, x: Tensor, options: Options, training: bool) -> Backend:
+    """The back end called `backend`, or for 'auto' the first that serves the call (`reference` if no other does)."""
+    if backend != "auto":
+        return cast(Backend, registry.get(op, backend).load())
+    request = registry.Request(
+        op=op.removesuffix("_backward"),
+        device=x.device,
+        dtypes={"x": x.dtype},
+        shapes={"x": tuple(x.shape)},
+        options=vars(options),
+        training=training,
+    )
+    choice = registry.choose(request, allow_reference=True)
+    if choice.kernel is None:
+        raise RuntimeError(f"no kernel can run {op} here. {choice.sentence()}")
+    return cast(Backend, choice.kernel.load())
+
+
+def _tables(cos: Tensor | None, sin: Tensor | None, positions: Tensor | None) -> Tables | None:
+    return None if cos is None or sin is None else Tables(cos, sin, positions)
+
+
+def _empty_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device, order: str = "bshd") -> Tensor:
+    """An unfilled [B, S, H, D] whose memory order is `order`."""
+    one_of("out_order", order, OUT_ORDERS)
+    batch, sequence, heads, head_dim = shape
+    if order == "bhsd":
+        return torch.empty((batch, heads, sequence, head_dim), dtype=dtype, device=device).transpose(1, 2)
+    return torch.empty((batch, sequence, heads, head_dim), dtype=dtype, device=device)
+
+
+def _unit_lanes(grad: Tensor) -> Tensor:
+    """A gradient as a back end takes it: an expanded or transposed last axis is copied, any other strides stay."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+def split_packed(qkv: Tensor, num_heads: int, num_kv_heads: int, packing: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as views of the packed buffer; q is [B, S, KV, H/KV, D] if grouped, else all are [B, S, heads, D]."""
+    head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    if packing == "grouped":
+        group = num_heads // num_kv_heads
+        rows = qkv.unflatten(-1, (num_kv_heads, group + 2, head_dim))
+        return rows[:, :, :, :group], rows[:, :, :, group], rows[:, :, :, group + 1]
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, head_dim))
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
+    return q, k, v
+
+
+def _qkv_plan(
+    qkv: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    packing: str = "blocked",
+    out_order: str = "bshd",
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    **chosen: Any,
+) -> Plan:
+    options = Options(**chosen)
+    check_packed(qkv, num_heads, num_kv_heads, head_dim, packing)
+    check_options(options, head_dim)
+    check_tables(cos, sin, positions, qkv, options)
+    for name, value, heads in (
+        ("q_weight", q_weight, num_heads),
+        ("k_weight", k_weight, num_kv_heads),
+        ("q_bias", q_bias, num_heads),
+        ("k_bias", k_bias, num_kv_heads),
+    ):
+        check_affine(name, value, heads, head_dim, options, qkv.device)
+    q, k, v = split_packed(qkv, num_heads, num_kv_heads, packing)
+    batch, sequence, _ = qkv.shape
+    dtype = out_dtype or qkv.dtype
+    q_out = _empty_heads((batch, sequence, num_heads, head_dim), dtype, qkv.device, out_order)
+    k_out = _empty_heads((batch, sequence, num_kv_heads, head_dim), dtype, qkv.device, out_order)
+    v_out = _empty_heads((batch, sequence, num_kv_heads, head_dim), qkv.dtype, qkv.device, out_order)
+    streams = (Stream(q, q_out, q_weight, q_bias), Stream(k, k_out, k_weight, k_bias))
+    results = (q_out, k_out, v_out)
+    return Plan("qkv_norm_rope", backend, results, streams, _tables(cos, sin, positions), options, Copy(v, v_out))
+
+
+def _qkv_grad_plan(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    output_mask: Sequence[bool],
+    in_dtype: torch.dtype,
+    packing: str = "blocked",
+    backend: str = "auto",
+    **chosen: Any,
+) -> GradPlan:
+    batch, sequence = grad_q.shape[:2]
+    options = Options(**chosen)
+    needs_x, needs_cos, needs_sin, *needs = output_mask
+    dqkv = dq = dk = copy = q = k = None
+    if qkv is not None:
+        q, k, _ = split_packed(qkv, num_heads, num_kv_heads, packing)
+    if needs_x:
+        width = (num_heads + 2 * num_kv_heads) * head_dim
+        dqkv = torch.empty((batch, sequence, width), dtype=in_dtype, device=grad_q.device)
+        dq, dk, dv = split_packed(dqkv, num_heads, num_kv_heads, packing)
+        copy = Copy(_unit_lanes(grad_v), dv)
+    streams = (
+        GradStream(_unit_lanes(grad_q), q, dq, q_weight, q_bias, needs[0], needs[2]),
+        GradStream(_unit_lanes(grad_k), k, dk, k_weight, k_bias, needs[1], needs[3]),
+    )
+    tables = _tables(cos, sin, positions)
+    dx = () if dqkv is None else (dqkv,)
+    return GradPlan("qkv_norm_rope", backend, dx, streams, tables, options, needs_cos, needs_sin, copy)
+
+
+def _qk_plan(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    *,
+    out_order: str = "bshd",
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    **chosen: Any,
+) -> Plan:
+    options = Options(**chosen)
+    check_heads("q", q)
+    check_heads("k", k)
+    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; batch, sequence and head_dim must be equal. "
+            "Call norm_rope on each of them if they differ."
+        )
+    if q.dtype != k.dtype:
+        raise TypeError(f"q has dtype {q.dtype} and k {k.dtype}; they must be equal.")
+    check_device("k", k, q.device)
+    check_options(options, q.shape[3])
+    check_tables(cos, sin, positions, q, options)
+    for name, value, heads in (
+        ("q_weight", q_weight, q.shape[2]),
+        ("k_weight", k_weight, k.shape[2]),
+        ("q_bias", q_bias, q.shape[2]),
+        ("k_bias", k_bias, k.shape[2]),
+    ):
+        check_affine(name, value, heads, q.shape[3], options, q.device)
+    dtype = out_dtype or q.dtype
+    q_out = _empty_heads(q.shape, dtype, q.device, out_order)
+    k_out = _empty_heads(k.shape, dtype, q.device, out_order)
+    streams = (Stream(q, q_out, q_weight, q_bias), Stream(k, k_out, k_weight, k_bias))
+    return Plan("qk_norm_rope", backend, (q_out, k_out), streams, _tables(cos, sin, positions), options)
+
+
+def _qk_grad_plan(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    *,
+    output_mask: Sequence[bool],
+    in_dtype: torch.dtype,
+    backend: str = "auto",
+    **chosen: Any,
+) -> GradPlan:
+    needs_q, needs_k, needs_cos, needs_sin, *needs = output_mask
+    dq = _empty_heads(grad_q.shape, in_dtype, grad_q.device) if needs_q else None
+    dk = _empty_heads(grad_k.shape, in_dtype, grad_k.device) if needs_k else None
+    streams = (
+        GradStream(_unit_lanes(grad_q), q, dq, q_weight, q_bias, needs[0], needs[2]),
+        GradStream(_unit_lanes(grad_k), k, dk, k_weight, k_bias, needs[1], needs[3]),
+    )
+    dx = tuple(d for d in (dq, dk) if d is not None)
+    tables = _tables(cos, sin, positions)
+    return GradPlan("qk_norm_rope", backend, dx, streams, tables, Options(**chosen), needs_cos, needs_sin)
+
+
+def _plan(
+    x: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_order: str = "bshd",
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    **chosen: Any,
+) -> Plan:
+    options = Options(**chosen)
+    check_heads("x", x)
+    check_options(options, x.shape[3])
+    check_tables(cos, sin, positions, x, options)
+    check_affine("weight", weight, x.shape[2], x.shape[3], options, x.device)
+    check_affine("bias", bias, x.shape[2], x.shape[3], options, x.device)
+    out = _empty_heads(x.shape, out_dtype or x.dtype, x.device, out_order)
+    return Plan("norm_rope", backend, (out,), (Stream(x, out, weight, bias),), _tables(cos, sin, positions), options)
+
+
+def _grad_plan(
+    grad: Tensor,
+    x: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    output_mask: Sequence[bool],
+    in_dtype: torch.dtype,
+    backend: str = "auto",
+    **chosen: Any,
+) -> GradPlan:
+    needs_x, needs_cos, needs_sin, needs_weight, needs_bias = output_mask
+    dx = _empty_heads(grad.shape, in_dtype, grad.device) if needs_x else None
+    stream = GradStream(_unit_lanes(grad), x, dx, weight, bias, needs_weight, needs_bias)
+    tables = _tables(cos, sin, positions)
+    filled = () if dx is None else (dx,)
+    return GradPlan("norm_rope", backend, filled, (stream,), tables, Options(**chosen), needs_cos, needs_sin)
+
+
+def token_positions(
+    x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, seqlen_offsets: Tensor | None, seqlen_offset: int
+) -> Tensor | None:
+    """The table row of every token of `rope`: as given, or counted from the start of its sequence.
+
+    With `cu_seqlens` ([sequences + 1]) x is [1, total, H, D] and holds the sequences one after the other; `seqlen_offsets` ([sequences], or [B]
+    without `cu_seqlens`) and `seqlen_offset` are added. None: the tables are aligned with the tokens.
+    """
+    if positions is not None:
+        if cu_seqlens is not None or seqlen_offsets is not None:
+            raise ValueError("positions is given together with cu_seqlens or seqlen_offset; pass one of them.")
+        return positions
+    token = torch.arange(x.shape[1], device=x.device)
+    if cu_seqlens is None:
+        if seqlen_offsets is not None:
+            return token + seqlen_offsets.unsqueeze(1) + seqlen_offset
+        # Statically zero means aligned tables; a traced offset is a SymInt and never compared.
+        return None if isinstance(seqlen_offset, int) and seqlen_offset == 0 else token + seqlen_offset
+    sequence = torch.bucketize(token, cu_seqlens[1:], right=True)
+    start = cu_seqlens[sequence]
+    if seqlen_offsets is not None:
+        start = start - seqlen_offsets[sequence]
+    return token - start + seqlen_offset
+
+
+def _rope_tables(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seqlen_offsets: Tensor | None,
+    seqlen_offset: int,
+) -> Tensor | None:
+    for name, value, size in (("cu_seqlens", cu_seqlens, None), ("seqlen_offsets", seqlen_offsets, None)):
+        if value is not None and (value.dim() != 1 or value.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(
+                f"{name} has shape {list(value.shape)} and dtype {value.dtype}; it takes one axis of int32 or int64."
+            )
+    if cu_seqlens is not None and x.shape[0] != 1:
+        raise ValueError(f"x has batch size {x.shape[0]}; with cu_seqlens it takes [1, total tokens, heads, head_dim].")
+    return token_positions(x, positions, cu_seqlens, seqlen_offsets, seqlen_offset)
+
+
+def _rope_plan(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqlen_offsets: Tensor | None = None,
+    *,
+    seqlen_offset: int = 0,
+    **chosen: Any,
+) -> Plan:
+    check_heads("x", x)
+    rows = _rope_tables(x, cos, sin, positions, cu_seqlens, seqlen_offsets, seqlen_offset)
+    return _plan(x, cos, sin, rows, norm="none", **chosen)
+
+
+def _rope_grad_plan(
+    grad: Tensor,
+    x: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqlen_offsets: Tensor | None = None,
+    *,
+    seqlen_offset: int = 0,
+    output_mask: Sequence[bool],
+    **chosen: Any,
+) -> GradPlan:
+    rows = token_positions(grad, positions, cu_seqlens, seqlen_offsets, seqlen_offset)
+    return _grad_plan(grad, x, cos, sin, rows, norm="none", output_mask=(*output_mask, False, False), **chosen)
+
+
+# --- registration --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Differentiable:
+    """Where the differentiable arguments of an operator stand: `inputs` are the streams' tensors, then cos, sin, weights and biases.
+
+    `positions` and the other integer tensors are passed on to the backward and have no gradient.
+    """
+
+    inputs: int
+    parameters: int
+    integers: int = 1
+
+    def indices(self) -> list[int]:
+        first_parameter = self.inputs + 2 + self.integers
+        return [*range(self.inputs + 2), *range(first_parameter, first_parameter + self.parameters)]
+
+
+def _register(
+    library: torch.library.Library,
+    name: str,
+    plan: Callable[..., Plan],
+    grad_plan: Callable[..., GradPlan],
+    arguments: Differentiable,
+) -> None:
+    """Define `name` and `name_backward`: schema, kernel, fake, autograd."""
+    qualified, qualified_backward = f"{NAMESPACE}::{name}", f"{NAMESPACE}::{name}_backward"
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        planned = plan(*args, **kwargs)
+        planned.run()
+        return planned.results if len(planned.results) > 1 else planned.results[0]
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        results = plan(*args, **kwargs).results
+        return results if len(results) > 1 else results[0]
+
+    for op, real, abstract in (
+        (name, forward, fake),
+        (
+            f"{name}_backward",
+            lambda *args, **kwargs: grad_plan(*args, **kwargs).run(),
+            lambda *args, **kwargs: grad_plan(*args, **kwargs).fake(),
+        ),
+    ):
+        library.define(op + SCHEMAS[op], tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(op, real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{op}", abstract, lib=library)
+
+    backward_op = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward").default
+    differentiable = arguments.indices()
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+        needed = {i for i in differentiable if i < len(ctx.needs_input_grad) and ctx.needs_input_grad[i]}
+        ctx.mask = [i in needed for i in differentiable]
+        options = dict(keyword_only_inputs)
+        del options["out_order"], options["out_dtype"]
+        options["in_dtype"] = inputs[0].dtype
+        ctx.options = options
+        streams, rest = inputs[: arguments.inputs], inputs[arguments.inputs :]
+        tables_needed = bool(needed & {arguments.inputs, arguments.inputs + 1})
+        if options.get("norm", "none") == "none" and not tables_needed:
+            # A rotation alone is linear: its input need not outlive the forward.
+            streams = (None,) * len(streams)
+        ctx.save_for_backward(*streams, *rest)
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = iter(backward_op(*grads, *ctx.saved_tensors, output_mask=ctx.mask, **ctx.options))
+        result: list[Tensor | None] = [None] * (differentiable[-1] + 1 + arguments.integers)
+        for index, needed in zip(differentiable, ctx.mask, strict=True):
+            if needed:
+                result[index] = next(gradients)
+        return tuple(result[: len(ctx.saved_tensors)])
+
+    def no_double_backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} cannot be differentiated twice: its backward is a hand-written kernel. Leave this site unfused."
+        )
+
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
+    torch.library.register_autograd(qualified_backward, no_double_backward, lib=library)
+
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_register(_library, "qkv_norm_rope", _qkv_plan, _qkv_grad_plan, Differentiable(inputs=1, parameters=4))
+_register(_library, "qk_norm_rope", _qk_plan, _qk_grad_plan, Differentiable(inputs=2, parameters=4))
+_register(_library, "norm_rope", _plan, _grad_plan, Differentiable(inputs=1, parameters=2))
+_register(_library, "rope", _rope_plan, _rope_grad_plan, Differentiable(inputs=1, parameters=0, integers=3))

@@ -1,0 +1,156 @@
+"""Which kernels exist, which of them can serve a request, and which one is taken.
+
+A back end is a module of this package with a tuple `KERNELS` of `Kernel` records: to add one, write that tuple and name the module in
+`MODULES`. The module must import with torch alone; what needs a GPU, Triton or a vendor's package is imported by `Kernel.load`.
+A third party calls `register`.
+
+`ORDER` is the order of preference. `reference` is last, and is taken only where the caller allows it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+MODULES = ("hopper", "cuda", "triton", "ascend", "reference")
+ORDER = ("hopper", "cuda", "triton", "ascend", "sdpa", "reference")
+
+NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope"})
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Request:
+    """One operator call, as far as the choice of a kernel depends on it.
+
+    `shapes` and `dtypes` are of the tensor arguments that are present, by name; a size that is not known (dynamic shapes) is None.
+    `options` are the operator's keyword arguments. `training`: a gradient will be asked for.
+    """
+
+    op: str
+    device: torch.device
+    dtypes: Mapping[str, torch.dtype]
+    shapes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    training: bool = False
+
+
+def _always(_: Request) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of some operators.
+
+    `load` returns the implementation (for the norm + rotation operators a `streams.Backend`).
+    `available`, `supports` and `gate` return None for yes, or the reason why not, as a sentence: is it usable on this machine; can it compute this
+    request; and is it expected to be no slower than what Inductor would generate. Only `backend="auto"` asks the gate.
+    """
+
+    name: str
+    ops: frozenset[str]
+    load: Callable[[], object]
+    available: Callable[[], str | None]
+    supports: Callable[[Request], str | None] = _always
+    gate: Callable[[Request], str | None] = _always
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel taken (None if there is none) and the reason against each one that stood before it."""
+
+    kernel: Kernel | None
+    reasons: Mapping[str, str]
+
+    def sentence(self) -> str:
+        """Why there is no kernel, for a report or an error."""
+        return " ".join(f"{name}: {reason}" for name, reason in self.reasons.items()) or "no kernel is registered."
+
+
+_kernels: list[Kernel] = []
+_discovered = False
+
+
+def register(kernel: Kernel) -> None:
+    """Add a kernel. It stands where `ORDER` puts its name; an unknown name stands before all of them, the latest first."""
+    _discover()
+    _insert(kernel)
+
+
+def _insert(kernel: Kernel) -> None:
+    if any(k.name == kernel.name and k.ops & kernel.ops for k in _kernels):
+        raise ValueError(f"kernel {kernel.name!r} is registered already for {sorted(kernel.ops)}; choose another name.")
+    _kernels.insert(0, kernel)
+    _kernels.sort(key=lambda k: ORDER.index(k.name) if k.name in ORDER else -1)
+
+
+def _discover() -> None:
+    global _discovered
+    if _discovered:
+        return
+    _discovered = True
+    package = __name__.rpartition(".")[0]
+    for name in MODULES:
+        module = f"{package}.{name}"
+        if importlib.util.find_spec(module) is not None:
+            for kernel in getattr(importlib.import_module(module), "KERNELS", ()):
+                _insert(kernel)
+
+
+def kernels(op: str | None = None) -> tuple[Kernel, ...]:
+    """All kernels, or those of one operator, in order of preference."""
+    _discover()
+    return tuple(k for k in _kernels if op is None or op in k.ops)
+
+
+def get(op: str, name: str) -> Kernel:
+    """The kernel of that name; raises if there is none or it is not usable on this machine."""
+    for kernel in kernels(op):
+        if kernel.name == name:
+            reason = kernel.available()
+            if reason is not None:
+                raise RuntimeError(f"backend={name!r} cannot run here: {reason}")
+            return kernel
+    known = ", ".join(repr(k.name) for k in kernels(op)) or "none"
+    raise ValueError(f"backend is {name!r}; {op} takes 'auto' or one of: {known}.")
+
+
+def choose(request: Request, allow_reference: bool = False, only: Iterable[str] | None = None) -> Choice:
+    """The first kernel that serves the request, or the reason against each one.
+
+    `only` restricts the choice to kernels of these names (then the cost gate is not asked: they were named).
+    """
+    names = None if only is None else set(only)
+    reasons: dict[str, str] = {}
+    for kernel in kernels(request.op):
+        if names is not None and kernel.name not in names:
+            continue
+        if kernel.name == "reference" and not allow_reference:
+            reasons[kernel.name] = "it is for checking, not for speed, and allow_reference is off."
+            continue
+        reason = kernel.available() or kernel.supports(request) or (kernel.gate(request) if names is None else None)
+        if reason is None:
+            return Choice(kernel, reasons)
+        reasons[kernel.name] = reason
+    return Choice(None, reasons)
+
+
+@dataclass(frozen=True)
+class Status:
+    """One line of `doctor`: a kernel, its operators, and None or the reason why this machine cannot run it."""
+
+    name: str
+    ops: tuple[str, ...]
+    reason: str | None
+
+
+def doctor() -> tuple[Status, ...]:
+    """Every registered kernel and whether it is usable on this machine."""
+    return tuple(Status(k.name, tuple(sorted(k.ops)), k.available()) for k in kernels())
