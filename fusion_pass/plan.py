@@ -94,7 +94,7 @@ def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Nod
             options["deterministic"] = True
         kernel = _choose_kernel(site, target, tensors, options, config)
         if kernel != OUTSIDE_KERNEL:
-            options["kernel"] = kernel
+            options["backend"] = kernel
         value = target(**{name: moved.value for name, moved in tensors.items()}, **options)
         results = tuple(_result(site, output, value) for output in site.outputs)
     return Planned(site, target, tensors, options, kernel, value, results, after)
@@ -216,7 +216,7 @@ def _choose_kernel(
     options: Mapping[str, Literal],
     config: FusionConfig,
 ) -> str:
-    if not _takes(target, "kernel"):
+    if not _takes(target, "backend"):
         return OUTSIDE_KERNEL
     present = {name: moved.value for name, moved in tensors.items()}
     request = registry.Request(
