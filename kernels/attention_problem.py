@@ -1,0 +1,186 @@
+"""One call of `attention`, resolved: what a back end is given, and which keys a query may see.
+
+Causality, a window, packed documents and an explicit mask are independent conditions; a key is seen when all of them hold.
+Query `i` faces key `position(i)`, the diagonal; causality and the window are distances from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CAUSAL = ("none", "top_left", "bottom_right")
+
+_OUTSIDE_QUERY, _OUTSIDE_KEY = -1, -2  # tokens after the last document: two ids that never meet
+
+
+def mask_floor(dtype: torch.dtype) -> float:
+    """Values of an additive mask at or below this mean "not attended", as `-inf` does.
+
+    Libraries write such a mask with `-inf`, `finfo.min` or `-1e9`. None of them leaves a trace in the softmax of a row that has
+    another key, but a row of nothing else would lose its log-sum to rounding (float32 near -1e9 steps by 64), and its gradient with it.
+    float16 cannot hold -1e8: there its most negative value is the floor.
+    """
+    return max(-1e8, torch.finfo(dtype).min)
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The conditions of one call, resolved to plain tensors and integers."""
+
+    offset: int
+    """Query `i` faces key `i + offset`, unless `positions` says otherwise."""
+    left: int | None
+    """A key at most this far before the diagonal is seen; None: any."""
+    right: int | None
+    """A key at most this far after the diagonal is seen; None: any. Causal is 0."""
+    positions: Tensor | None
+    """`[Sq]` int32: the key that each query faces (documents of unequal query and key lengths)."""
+    q_segments: Tensor | None
+    """`[B or 1, Sq]`, any integer type; a key is seen when its segment equals the query's."""
+    k_segments: Tensor | None
+    """`[B or 1, Sk]`, any integer type."""
+    mask: Tensor | None
+    """`[B or 1, Hq or 1, Sq or 1, Sk or 1]`, boolean (True: seen) or added to the scaled, capped scores."""
+
+    def keep(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+        """The whole condition as a boolean tensor that broadcasts to `[B, Hq, Sq, Sk]`; None when every key is seen."""
+        conditions: list[Tensor] = []
+        if self.left is not None or self.right is not None:
+            facing = self.positions
+            if facing is None:
+                facing = torch.arange(num_queries, device=device) + self.offset
+            distance = torch.arange(num_keys, device=device)[None, :] - facing[:, None]
+            if self.right is not None:
+                conditions.append((distance <= self.right)[None, None])
+            if self.left is not None:
+                conditions.append((distance >= -self.left)[None, None])
+        if self.q_segments is not None and self.k_segments is not None:
+            conditions.append((self.q_segments[:, :, None] == self.k_segments[:, None, :])[:, None])
+        if self.mask is not None:
+            conditions.append(self.mask if self.mask.dtype == torch.bool else self.mask > mask_floor(self.mask.dtype))
+        if not conditions:
+            return None
+        keep = conditions[0]
+        for condition in conditions[1:]:
+            keep = keep & condition
+        return keep
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is computed. Tensors have any strides with last stride 1; the front function has checked them."""
+
+    q: Tensor
+    """`[B, Sq, Hq, D]`"""
+    k: Tensor
+    """`[B, Sk, Hkv, D]`"""
+    v: Tensor
+    """`[B, Sk, Hkv, Dv]`"""
+    sinks: Tensor | None
+    """`[Hq]`"""
+    seen: Visibility
+    scale: float
+    softcap: float
+    """0: none."""
+
+    def empty_out(self, order: str) -> Tensor:
+        """`[B, Sq, Hq, Dv]` in q's dtype, in memory `bshd` or `bhsd`."""
+        (batch, rows, heads, _), lanes = self.q.shape, self.v.shape[3]
+        if order == "bhsd":
+            return self.q.new_empty((batch, heads, rows, lanes)).transpose(1, 2)
+        return self.q.new_empty((batch, rows, heads, lanes))
+
+    def empty_lse(self) -> Tensor:
+        """`[B, Hq, Sq]` in the dtype of the arithmetic."""
+        batch, rows, heads, _ = self.q.shape
+        return self.q.new_empty((batch, heads, rows), dtype=arithmetic_dtype(self.q.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Where the gradients of q, k and v go; None: not needed."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+
+
+class AttentionBackend(Protocol):
+    """An implementation of `attention`, as the registry loads it. Modules satisfy it.
+
+    The forward and the backward of one call may come from two back ends: nothing but `out` and `lse` passes between them.
+    """
+
+    def forward(self, problem: Problem, order: str) -> tuple[Tensor, Tensor]:
+        """(out `[B, Sq, Hq, Dv]` in memory `order`, lse `[B, Hq, Sq]` contiguous)."""
+
+    def backward(
+        self,
+        problem: Problem,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        into: Gradients,
+    ) -> Tensor | None:
+        """Fill the tensors of `into` (any strides with last stride 1, such as parts of one packed dqkv); return dsinks if there are sinks."""
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64; float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def resolve(
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: str,
+    window_left: int,
+    window_right: int,
+    mask: Tensor | None = None,
+    q_segment_ids: Tensor | None = None,
+    k_segment_ids: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Visibility:
+    """Resolve the arguments of `attention` (docs/attention.md), which the caller has checked. -1 is an unlimited window."""
+    left = None if window_left < 0 else window_left
+    right = None if window_right < 0 else window_right
+    if causal != "none":
+        right = 0  # causality is the tighter bound: a window's right side is at least 0
+    positions: Tensor | None = None
+    q_segments, k_segments = q_segment_ids, k_segment_ids if k_segment_ids is not None else q_segment_ids
+    if cu_seqlens_q is not None:
+        keys_are_queries = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+        starts_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        q_document = _document_of_token(cu_seqlens_q, num_queries)
+        k_document = q_document if keys_are_queries else _document_of_token(starts_k, num_keys)
+        documents = cu_seqlens_q.numel() - 1
+        q_segments = torch.where(q_document < documents, q_document, _OUTSIDE_QUERY)[None]
+        k_segments = torch.where(k_document < documents, k_document, _OUTSIDE_KEY)[None]
+        if not keys_are_queries and (left is not None or right is not None):
+            shift = starts_k - cu_seqlens_q  # of every document's start, and of the next one's: its end
+            shift = shift[1:] if causal == "bottom_right" else shift[:-1]
+            if documents:
+                every = torch.arange(num_queries, device=shift.device)
+                positions = every + shift[q_document.clamp(max=documents - 1)]
+    return Visibility(
+        offset=num_keys - num_queries if causal == "bottom_right" and cu_seqlens_q is None else 0,
+        left=left,
+        right=right,
+        positions=None if positions is None else positions.to(torch.int32),
+        q_segments=q_segments,
+        k_segments=k_segments,
+        mask=None if mask is None else mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)),
+    )
+
+
+def _document_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Index of the document each token lies in; the number of documents for a token after the last one."""
+    token = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(token, cu_seqlens[1:].contiguous(), right=True)
