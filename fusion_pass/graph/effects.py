@@ -1,0 +1,61 @@
+"""What is written where: memory shared between nodes, and the version of it that a reader sees.
+
+Two nodes share memory when their fake tensors share a storage; that covers views, no-op casts and in-place results alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from torch import fx
+
+from .vocabulary import fake_tensor, written_arguments
+
+
+class Effects:
+    """Order, storages and writes of one graph. Built once; valid as long as the graph does not change."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.order: dict[fx.Node, int] = {}
+        self.origin: dict[int, fx.Node] = {}
+        """Storage -> the first node that has it: the allocation, of which all others are views."""
+        self._writes: dict[int, list[fx.Node]] = {}
+        self._writes_at: dict[int, list[int]] = {}
+        for position, node in enumerate(graph.nodes):
+            self.order[node] = position
+            key = self.storage(node)
+            if key is not None:
+                self.origin.setdefault(key, node)
+            for target in written_arguments(node):
+                key = self.storage(target)
+                if key is not None and (not self._writes.get(key) or self._writes[key][-1] is not node):
+                    self._writes.setdefault(key, []).append(node)
+                    self._writes_at.setdefault(key, []).append(position)
+
+    def storage(self, node: fx.Node) -> int | None:
+        """Identity of the memory behind `node`; None for nodes that hold no tensor."""
+        tensor = fake_tensor(node)
+        if tensor is None:
+            return None
+        try:
+            return tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):
+            return id(tensor)
+
+    def writes(self, node: fx.Node) -> list[fx.Node]:
+        """Every node that writes the memory behind `node`, in order."""
+        key = self.storage(node)
+        return [] if key is None else self._writes.get(key, [])
+
+    def last_write(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
+        """The write that `before` sees when it reads `node`; None if none came after `node` itself."""
+        key = self.storage(node)
+        if key is None or key not in self._writes:
+            return None
+        index = bisect_left(self._writes_at[key], self.order[before])
+        write = self._writes[key][index - 1] if index else None
+        return write if write is not None and self.order[write] > self.order[node] else None
+
+    def written_between(self, node: fx.Node, first: fx.Node, last: fx.Node) -> list[fx.Node]:
+        """Writes to the memory behind `node` after `first`, up to and including `last`."""
+        return [w for w in self.writes(node) if self.order[first] < self.order[w] <= self.order[last]]

@@ -1,0 +1,330 @@
+"""Evaluates nodes of a graph on one token (see `lanes.py`), lazily, each at the version of memory that its reader sees.
+
+    root = Evaluator(effects)                         every opaque node is a source
+    study = root.study(node, draws)                   the same, but `node` has the given lanes, so what follows is its response to them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import fx
+
+from . import lanes, operations
+from .effects import Effects
+from .lanes import WORLDS, Array, Opaque, Promote, Source, Value
+from .vocabulary import CASTS, MOVEMENTS, Size, fake, fake_tensor, in_place, operation, sizes, written_arguments
+
+T = TypeVar("T")
+
+_SEED = 0x5EED
+_MAX_DEPTH = 150
+_MAX_LANES = 1 << 16
+_PROMOTABLE = 512
+"""Longest outer axis that may become lanes (a head_dim, a number of heads)."""
+
+
+class Escaped(Exception):
+    """The studied tensor is read by something outside the model, so its effect on the rest is unknown."""
+
+
+class Evaluator:
+    """Values of the nodes of one graph."""
+
+    def __init__(self, effects: Effects) -> None:
+        self.effects = effects
+        self._memo: dict[tuple[fx.Node, fx.Node | None], Any] = {}
+        self._ids: dict[Hashable, int] = {}
+        self._sources: dict[Hashable, Value] = {}
+        self._promoted: dict[Hashable, set[int]] = {}
+        self._depth = 0
+        self.scalars: dict[Hashable, tuple[Value, float | fx.Node]] = {}
+        """Run-time scalars and small literals met so far: their stand-in numbers, and what they stand for."""
+
+    def value(self, node: fx.Node) -> Any:
+        """What `node` computes: a `Value`, or a list of them for `split` and its like."""
+        return self._version(node, None)
+
+    def read(self, node: fx.Node, at: fx.Node) -> Any:
+        """What `at` sees when it reads `node`."""
+        return self._version(node, self.effects.last_write(node, at))
+
+    def study(self, node: fx.Node, draws: Callable[[Array], Array]) -> Study:
+        """An evaluator in which `node` is a source with lanes `draws(random)`."""
+        return Study(self, node, draws)
+
+    def settle(self, attempt: Callable[[], T]) -> T:
+        """Run `attempt`, again for every outer axis that turns out to be used as lanes."""
+        for _ in range(12):
+            try:
+                return attempt()
+            except Promote as request:
+                for source, axis in request.wanted:
+                    self._promoted.setdefault(source.key, set()).add(axis)
+                self._memo.clear()
+                self._sources.clear()
+        raise Opaque("outer axes and lanes cannot be told apart")
+
+    def random(self, key: Hashable, shape: tuple[int, ...], complex_: bool = False) -> Array:
+        """Numbers of either sign and of size 0.5 to 1.5 that belong to `key`."""
+        generator = np.random.default_rng((_SEED, self._ids.setdefault(key, len(self._ids))))
+        x = generator.uniform(0.5, 1.5, shape) * generator.choice((-1.0, 1.0), shape)
+        return x + 1j * generator.uniform(0.5, 1.5, shape) if complex_ else x
+
+    # What a handler may ask (operations.Context).
+
+    def scalar(self, literal: float) -> Value:
+        """The stand-in for a small literal."""
+        return self._scalar(("literal", literal), literal)
+
+    def filler(self, node: fx.Node) -> Value:
+        """Uninitialised memory: numbers that nothing else has, the same for every token."""
+        shape = operations.shape_of(node)
+        last = shape[-1] if shape and isinstance(shape[-1], int) and shape[-1] <= _MAX_LANES else 1
+        return Value(shape, self.random(("filler", node), (WORLDS, 1, *(1,) * (len(shape) - 1), last)[: 2 + len(shape)]), {})
+
+    def _scalar(self, key: Hashable, meaning: float | fx.Node) -> Value:
+        if key not in self.scalars:
+            self.scalars[key] = (Value((), np.abs(self.random(key, (WORLDS, 1))), {}), meaning)
+        return self.scalars[key][0]
+
+    # --- versions of memory ----------------------------------------------------------------------------------------------------------
+
+    def _version(self, node: fx.Node, write: fx.Node | None) -> Any:
+        """`node` after `write`, the last write to its memory that counts; None: as it was computed."""
+        key = (node, write)
+        if key not in self._memo:
+            if self._depth > _MAX_DEPTH:
+                return self._source(node, write)
+            self._depth += 1
+            try:
+                self._memo[key] = self._checked(node, self._plain(node) if write is None else self._written(node, write))
+            except Opaque:
+                self._memo[key] = self._opaque(node, write)
+            finally:
+                self._depth -= 1
+        return self._memo[key]
+
+    def _checked(self, node: fx.Node, value: Any) -> Any:
+        tensor = fake_tensor(node)
+        if isinstance(value, Value) and tensor is not None and value.shape != sizes(tensor):
+            raise Opaque("the model of this operation gives another shape")
+        return value
+
+    def _plain(self, node: fx.Node) -> Any:
+        if node.op not in ("call_function", "call_method"):
+            raise Opaque(node.op)
+        if written_arguments(node):
+            target = node.args[0] if node.args else None
+            if isinstance(target, fx.Node) and self.effects.storage(target) == self.effects.storage(node):
+                return self._version(target, node)
+            raise Opaque("writes its arguments")
+        if isinstance(fake(node), float | torch.SymFloat):
+            return self._scalar(("run time", node), node)
+        return operations.apply(self, node, operation(node), self._arguments(node.args, node), self._arguments(node.kwargs, node))
+
+    def _arguments(self, argument: Any, reader: fx.Node) -> Any:
+        if isinstance(argument, fx.Node):
+            value = fake(argument)
+            if isinstance(value, torch.SymFloat | float):
+                return self._scalar(("run time", argument), argument)
+            return argument if isinstance(value, torch.SymInt | int) else self.read(argument, reader)
+        if isinstance(argument, tuple | list):
+            return [self._arguments(a, reader) for a in argument]
+        if isinstance(argument, dict):
+            return {key: self._arguments(a, reader) for key, a in argument.items()}
+        return argument
+
+    def _written(self, node: fx.Node, write: fx.Node) -> Any:
+        storage = self.effects.storage(node)
+        assert storage is not None
+        origin = self.effects.origin[storage]
+        if node is not origin:
+            parent = self._viewed(node)
+            if written_arguments(node):
+                return self._version(parent, write)
+            args = [self._version(parent, write), *self._arguments(node.args[1:], node)]
+            return operations.apply(self, node, operation(node), args, self._arguments(node.kwargs, node))
+        before = self.effects.last_write(origin, write)
+        return self._scatter(origin, self._version(origin, before), write)
+
+    def _viewed(self, node: fx.Node) -> fx.Node:
+        """The node that `node` is a view of (or, for an in-place operation, the result of)."""
+        parent = node.args[0] if node.args else None
+        if not isinstance(parent, fx.Node) or self.effects.storage(parent) != self.effects.storage(node):
+            raise Opaque("a view of unknown origin")
+        if not written_arguments(node) and operation(node) not in MOVEMENTS | CASTS:
+            raise Opaque("a view that is not modelled")
+        return parent
+
+    def _scatter(self, origin: fx.Node, before: Value, write: fx.Node) -> Value:
+        """`before` with the part that `write` addresses replaced."""
+        target, new = write.args[0], self._new_contents(write)
+        if not isinstance(target, fx.Node):
+            raise Opaque("a write to something unknown")
+        chain: list[fx.Node] = []
+        while target is not origin:
+            if not written_arguments(target):
+                chain.insert(0, target)
+            target = self._viewed(target)
+
+        def address(value: Value) -> Value:
+            for step in chain:
+                args = [value, *self._arguments(step.args[1:], step)]
+                value = operations.apply(self, step, operation(step), args, self._arguments(step.kwargs, step))
+            return operations.basic_index(value, write.args[1]) if operation(write) == "setitem" else value
+
+        return overwrite(before, address, new)
+
+    def _new_contents(self, write: fx.Node) -> Value:
+        name = operation(write)
+        if name in ("setitem", "copy_") and not (name == "copy_" and len(write.args) > 2):
+            return operations.tensor(self._arguments(write.args[-1], write))
+        arithmetic = in_place(write)
+        if arithmetic is None or "out" in write.kwargs:
+            raise Opaque("a write that is not modelled")
+        args = self._arguments(write.args, write)
+        return operations.tensor(operations.apply(self, write, arithmetic, args, self._arguments(write.kwargs, write)))
+
+    # --- sources ---------------------------------------------------------------------------------------------------------------------
+
+    def _opaque(self, node: fx.Node, write: fx.Node | None) -> Any:
+        return self._source(node, write)
+
+    def _source(self, node: fx.Node, write: fx.Node | None) -> Any:
+        value = fake(node)
+        if isinstance(value, tuple | list):
+            return [self._tensor_source((node, write, i), v) for i, v in enumerate(value) if isinstance(v, torch.Tensor)]
+        if not isinstance(value, torch.Tensor):
+            return None
+        return self._tensor_source((node, write), value, creates=operation(node) in ("arange", "linspace"))
+
+    def _tensor_source(self, key: Hashable, tensor: torch.Tensor, creates: bool = False) -> Value:
+        if key in self._sources:
+            return self._sources[key]
+        shape = sizes(tensor)
+        features = (tensor.is_floating_point() or tensor.is_complex()) and not creates
+        promotable = {k for k, n in enumerate(shape) if isinstance(n, int) and n <= (_PROMOTABLE if len(shape) == 1 else 8)}
+        self._sources[key] = self._make_source(key, shape, features, promotable, tensor.is_complex())
+        return self._sources[key]
+
+    def _make_source(
+        self,
+        key: Hashable,
+        shape: tuple[Size, ...],
+        features: bool,
+        promotable: set[int],
+        complex_: bool = False,
+        draws: Callable[[Array], Array] | None = None,
+    ) -> Value:
+        kept = set(self._promoted.get(key, ()))
+        if features and shape and isinstance(shape[-1], int) and shape[-1] <= _MAX_LANES:
+            kept.add(len(shape) - 1)
+        data = self.random((key, frozenset(kept)), (WORLDS, 1, *(n if k in kept else 1 for k, n in enumerate(shape))), complex_)  # type: ignore[arg-type]
+        source = Source(key, shape, frozenset(promotable - kept))
+        paths = tuple(None if k in kept or n == 1 else ("axis", k) for k, n in enumerate(shape))
+        return Value(shape, data if draws is None else draws(data), {source: paths})
+
+
+class Study(Evaluator):
+    """The response of a graph to one tensor. Everything that does not depend on it comes from the root evaluator."""
+
+    def __init__(self, root: Evaluator, node: fx.Node, draws: Callable[[Array], Array]) -> None:
+        super().__init__(root.effects)
+        self._root = root
+        self._ids, self._promoted, self.scalars = root._ids, root._promoted, root.scalars
+        self.node = node
+        self.start = root.effects.order[node]
+        self._dependent: dict[tuple[fx.Node, fx.Node | None], bool] = {}
+        tensor = fake_tensor(node)
+        if tensor is None:
+            raise Opaque("only a tensor can be studied")
+        shape = sizes(tensor)
+        promotable = {k for k, n in enumerate(shape) if isinstance(n, int) and n <= _PROMOTABLE}
+        self.studied = self._make_source(("studied", node), shape, True, promotable, draws=draws)
+        (self.source,) = self.studied.axes
+
+    def depends(self, node: fx.Node, write: fx.Node | None = None) -> bool:
+        """Whether `node` (after `write`) depends on the studied tensor."""
+        key = (node, write)
+        if key not in self._dependent:
+            order = self.effects.order
+            if node is self.node and write is None:
+                self._dependent[key] = True
+            elif order[node] <= self.start and (write is None or order[write] <= self.start):
+                self._dependent[key] = False
+            else:
+                self._dependent[key] = False  # a cycle cannot be: versions are ordered
+                inputs = [(n, self.effects.last_write(n, node)) for n in node.all_input_nodes]
+                if write is not None:
+                    inputs += [(n, self.effects.last_write(n, write)) for n in write.all_input_nodes]
+                    inputs += [(n, self.effects.last_write(n, w)) for w in self.effects.writes(node) if order[w] < order[write]
+                               for n in w.all_input_nodes]
+                self._dependent[key] = any(self.depends(*i) for i in inputs)
+        return self._dependent[key]
+
+    def _version(self, node: fx.Node, write: fx.Node | None) -> Any:
+        if node is self.node and write is None:
+            return self.studied
+        return super()._version(node, write) if self.depends(node, write) else self._root._version(node, write)
+
+    def _opaque(self, node: fx.Node, write: fx.Node | None) -> Any:
+        raise Escaped(node.name)
+
+
+def overwrite(before: Value, address: Callable[[Value], Value], new: Value) -> Value:
+    """`before` with `address(before)`, a view of it, set to `new`.
+
+    Which axes are addressed in part is found by addressing a value whose axes are all labels: exactly those ask to become lanes.
+    """
+    whole: set[int] = set()
+    while True:
+        probe = Source("probe", before.shape, frozenset(range(before.rank)))
+        data = np.empty((1, 1, *(n if d in whole else 1 for d, n in enumerate(before.shape))))
+        paths = tuple(None if d in whole or n == 1 else ("axis", d) for d, n in enumerate(before.shape))
+        try:
+            place = address(Value(before.shape, data, {probe: paths}))
+        except Promote as request:
+            more = {axis for _, axis in request.wanted}
+        else:
+            new = lanes.broadcast(new, max(place.rank, new.rank))
+            if new.rank != place.rank:
+                raise Opaque("a write of more axes than there are")
+            axes = {a: path[1] for a, path in enumerate(place.axes[probe]) if path is not None and path[0] == "axis"}
+            more = {d for a, d in axes.items() if new.lanes(a)}  # type: ignore[misc]
+            if not more:
+                break
+        if more <= whole or not all(isinstance(before.shape[d], int) for d in more):
+            raise Opaque("a write that is not modelled")
+        whole |= more
+    for d in whole:
+        before = lanes.need_lanes(before, d)
+    outer: dict[Source, tuple[Any, ...]] = {}
+    for source, path in new.axes.items():
+        moved: list[Any] = [None] * before.rank
+        for a, p in enumerate(path):
+            if p is not None and a not in axes:
+                lanes.promote([new], a)
+            if p is not None:
+                moved[axes[a]] = p  # type: ignore[index]
+        outer[source] = tuple(moved)
+    for d in range(before.rank):
+        if before.lanes(d) and any(path[d] is not None for path in outer.values()):
+            raise Opaque("a write of an outer axis into lanes")
+    shape = [max(a, b) for a, b in zip(before.data.shape[:2], new.data.shape[:2], strict=True)] + list(before.data.shape[2:])
+    kind = np.result_type(before.data, new.data)
+    data = np.array(np.broadcast_to(before.data, shape), dtype=kind)
+    view = address(Value(before.shape, data, {})).data
+    if not np.shares_memory(view, data) or not view.flags.writeable:
+        raise Opaque("a write through a copy")
+    view[...] = new.data
+    result = Value(before.shape, data, outer)
+    return Value(before.shape, data, lanes.join_axes([before, result]))
+
+
+def axes_of_study(study: Study, value: Value) -> Sequence[Any]:
+    """The path of each axis of `value` over the studied tensor; empty when it does not depend on it."""
+    return value.axes.get(study.source, ())

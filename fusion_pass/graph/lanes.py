@@ -1,0 +1,373 @@
+"""What a tensor of a graph is, worked out on one token: the lanes are numbers, the outer axes are labels.
+
+A graph is evaluated with every *outer* axis (batch, sequence) collapsed to size one and every *lane* axis (anything cut from the feature axis)
+kept whole. An opaque producer, a *source* (a projection, a parameter, an unknown operation), gets random float64 lanes; from there on every
+operation runs on real numbers. Two nodes whose lanes agree on independent random draws are the same function of the same sources
+(Schwartz 1980, Zippel 1979): the spelling does not matter.
+
+`data` has two more axes in front: [world, draw, *axes]. Every source differs between worlds; only the tensor under study differs between draws.
+
+What collapsing loses is which place along an outer axis is read. `axes` keeps it: for each source a value depends on, the source axis that each
+axis of the value runs along. An operation that would read one source along two different paths has no such description and becomes a new source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from .vocabulary import Size
+
+WORLDS = 2
+MAX_ELEMENTS = 1 << 21
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Path: TypeAlias = "tuple[Hashable, ...] | None"
+"""How one axis of a value runs over a source: ("axis", k) is source axis k in order; ("merge", ...) and ("part", ...) come from reshapes.
+None: the value does not vary with the source along this axis."""
+
+
+class Opaque(Exception):
+    """The operation, or this use of it, is outside the model."""
+
+
+class Promote(Exception):
+    """An outer axis must be treated as lanes for the evaluation to go on; the evaluation starts again with that known."""
+
+    def __init__(self, wanted: Sequence[tuple[Source, int]]) -> None:
+        super().__init__()
+        self.wanted = tuple(wanted)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """An opaque producer. `key` identifies what it computes; two sources of one key hold the same numbers."""
+
+    key: Hashable
+    shape: tuple[Size, ...]
+    promotable: frozenset[int] = frozenset()
+    """Outer axes that may be turned into lanes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor on one token (see the head of this file). `data.shape[2 + d]` is `shape[d]` on a lane axis, else 1."""
+
+    shape: tuple[Size, ...]
+    data: Array = field(repr=False)
+    axes: Mapping[Source, tuple[Path, ...]]
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    def lanes(self, axis: int) -> bool:
+        """Whether `axis` is kept whole."""
+        return bool(self.data.shape[2 + axis] > 1)
+
+    def outer(self, axis: int) -> bool:
+        """Whether the value varies along `axis` in a way only the labels know."""
+        return any(paths[axis] is not None for paths in self.axes.values())
+
+    def axis(self, axis: int) -> int:
+        """`axis` counted from the front."""
+        if not -max(self.rank, 1) <= axis < max(self.rank, 1):
+            raise Opaque(f"axis {axis} of a tensor of rank {self.rank}")
+        return axis % max(self.rank, 1)
+
+
+def number(x: complex) -> Value:
+    """A Python number."""
+    return Value((), np.full((1, 1), x), {})
+
+
+def product(shape: Sequence[Size]) -> Size:
+    """Number of elements."""
+    total: Size = 1
+    for s in shape:
+        total = total * s
+    return total
+
+
+def promote(values: Sequence[Value], axis: int) -> None:
+    """Raise `Promote` for all that runs along outer `axis` of `values`, or `Opaque` if that cannot be lanes."""
+    wanted = []
+    for value in values:
+        for source, paths in value.axes.items():
+            path = paths[axis]
+            if path is None:
+                continue
+            if path[0] != "axis" or path[1] not in source.promotable:
+                raise Opaque("an outer axis is used as a feature axis")
+            wanted.append((source, path[1]))
+    if not wanted:
+        raise Opaque("an axis is used as a feature axis")
+    raise Promote(wanted)  # type: ignore[arg-type]
+
+
+def need_lanes(value: Value, axis: int) -> Value:
+    """`value` with `axis` free of labels and kept whole."""
+    if value.outer(axis):
+        promote([value], axis)
+    return whole(value, axis)
+
+
+def whole(value: Value, axis: int) -> Value:
+    """`value`, on whose `axis` it has no labels, with that axis written out."""
+    n = value.shape[axis]
+    if value.data.shape[2 + axis] == n:
+        return value
+    if not isinstance(n, int):
+        raise Opaque("a symbolic axis is used as a feature axis")
+    shape = list(value.data.shape)
+    shape[2 + axis] = n
+    return Value(value.shape, np.broadcast_to(value.data, shape), value.axes)
+
+
+# --- arithmetic ----------------------------------------------------------------------------------------------------------------------
+
+
+def broadcast(value: Value, rank: int) -> Value:
+    """`value` with axes of size one in front."""
+    extra = rank - value.rank
+    if extra == 0:
+        return value
+    data = value.data.reshape(value.data.shape[:2] + (1,) * extra + value.data.shape[2:])
+    return Value((1,) * extra + value.shape, data, {s: (None,) * extra + p for s, p in value.axes.items()})
+
+
+def elementwise(function: Callable[..., Array], *values: Value) -> Value:
+    """`function` of broadcast values."""
+    rank = max(v.rank for v in values)
+    values = tuple(broadcast(v, rank) for v in values)
+    for axis in range(rank):
+        if any(v.lanes(axis) for v in values) and any(v.outer(axis) for v in values):
+            promote([v for v in values if v.outer(axis)], axis)
+    with np.errstate(all="ignore"):
+        data = function(*(v.data for v in values))
+    if not np.isfinite(data).all():
+        raise Opaque("not finite on random lanes")
+    if data.size > MAX_ELEMENTS:
+        raise Opaque("too many lanes")
+    return Value(_broadcast_shape([v.shape for v in values]), data, join_axes(values))
+
+
+def _broadcast_shape(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
+    return tuple(next((s for s in column if s != 1), 1) for column in zip(*shapes, strict=True))
+
+
+def join_axes(values: Sequence[Value]) -> dict[Source, tuple[Path, ...]]:
+    """The sources of several values of one rank; each must be read along one path only."""
+    joined: dict[Source, tuple[Path, ...]] = {}
+    for value in values:
+        for source, paths in value.axes.items():
+            if joined.setdefault(source, paths) != paths:
+                raise Opaque("one tensor is read along two different axes or places")
+    return joined
+
+
+# --- data movement -------------------------------------------------------------------------------------------------------------------
+
+
+def permute(value: Value, order: Sequence[int]) -> Value:
+    """Axes in another order."""
+    order = [value.axis(d) for d in order]
+    if sorted(order) != list(range(value.rank)):
+        raise Opaque("not a permutation")
+    data = value.data.transpose([0, 1, *(2 + d for d in order)])
+    return Value(tuple(value.shape[d] for d in order), data, {s: tuple(p[d] for d in order) for s, p in value.axes.items()})
+
+
+def expand(value: Value, shape: Sequence[Size]) -> Value:
+    """Axes of size one stretched: nothing varies along them, so only the shape changes."""
+    value = broadcast(value, len(shape))
+    for old, new in zip(value.shape, shape, strict=True):
+        if old not in (1, new):
+            raise Opaque("expand")
+    return Value(tuple(shape), value.data, value.axes)
+
+
+def view(value: Value, shape: Sequence[Size]) -> Value:
+    """Reshape: independent groups of axes, each of lanes or of labels."""
+    shape = tuple(shape)
+    groups = list(_groups(value.shape, shape))
+    data_shape: list[int] = []
+    axes: dict[Source, list[Path]] = {source: [] for source in value.axes}
+    data = value.data
+    for old, new in groups:
+        news = [shape[d] for d in new]
+        if any(value.lanes(d) for d in old):
+            if any(value.outer(d) for d in old):
+                outer = [d for d in old if value.outer(d)]
+                promote([value], outer[0])
+            for d in old:
+                if value.data.shape[2 + d] != value.shape[d]:
+                    data = np.repeat(data, value.shape[d], axis=2 + d)
+            data_shape += news  # type: ignore[arg-type]
+            for paths in axes.values():
+                paths += [None] * len(new)
+            continue
+        data_shape += [1] * len(new)
+        for source, paths in axes.items():
+            paths += _regroup([(value.axes[source][d], value.shape[d]) for d in old], news)
+    return Value(shape, data.reshape(data.shape[:2] + tuple(data_shape)), {s: tuple(p) for s, p in axes.items()})
+
+
+def _groups(old: tuple[Size, ...], new: tuple[Size, ...]) -> Sequence[tuple[range, range]]:
+    """Cut a reshape into the smallest groups of axes that are reshaped independently of each other."""
+    head = 0
+    while head < min(len(old), len(new)) and old[head] == new[head]:
+        head += 1
+    tail = 0
+    while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
+        tail += 1
+    middle = _middle_groups(old, new, head, len(old) - tail, len(new) - tail)
+    return [
+        *((range(d, d + 1), range(d, d + 1)) for d in range(head)),
+        *middle,
+        *((range(len(old) - d, len(old) - d + 1), range(len(new) - d, len(new) - d + 1)) for d in range(tail, 0, -1)),
+    ]
+
+
+def _middle_groups(
+    old: tuple[Size, ...], new: tuple[Size, ...], start: int, old_end: int, new_end: int
+) -> Sequence[tuple[range, range]]:
+    if product(old[start:old_end]) != product(new[start:new_end]):
+        raise Opaque("reshape of unknown sizes")
+    groups = []
+    i = j = start
+    while i < old_end or j < new_end:
+        a, b = i, j
+        while True:
+            left, right = product(old[i:a]), product(new[j:b])
+            if (a > i or b > j) and left == right:
+                break
+            grow_old = a < old_end and (b == new_end or not isinstance(left, int) or not isinstance(right, int) or left <= right)
+            if isinstance(left, int) and isinstance(right, int):
+                grow_old = a < old_end and (left <= right or b == new_end)
+            if grow_old:
+                a += 1
+            elif b < new_end:
+                b += 1
+            else:
+                raise Opaque("reshape of unknown sizes")
+        groups.append((range(i, a), range(j, b)))
+        i, j = a, b
+    return groups
+
+
+def _regroup(parts: list[tuple[Path, Size]], news: Sequence[Size]) -> list[Path]:
+    """The paths of outer axes after a reshape of one group."""
+    parts = [part for part in parts if part[1] != 1]
+    if all(path is None for path, _ in parts):
+        return [None] * len(news)
+    long = [n for n in news if n != 1]
+    if [n for _, n in parts] == long:
+        paths = [path for path, _ in parts]
+    elif len(long) == 1:
+        paths = [_merge(parts)]
+    elif len(parts) == 1:
+        paths = _split(parts[0][0], long)
+    else:
+        raise Opaque("reshape of several outer axes")
+    remaining = iter(paths)
+    return [next(remaining) if n != 1 else None for n in news]
+
+
+def _merge(parts: list[tuple[Path, Size]]) -> Path:
+    first = parts[0][0]
+    if first is not None and first[0] == "part":
+        _, whole_path, whole_sizes, _ = first
+        if parts == [(("part", whole_path, whole_sizes, i), n) for i, n in enumerate(whole_sizes)]:  # type: ignore[var-annotated, arg-type]
+            return whole_path  # type: ignore[return-value]
+    return ("merge", tuple(parts))
+
+
+def _split(path: Path, news: Sequence[Size]) -> list[Path]:
+    assert path is not None
+    if path[0] == "merge" and [n for _, n in path[1]] == list(news):  # type: ignore[union-attr]
+        return [p for p, _ in path[1]]  # type: ignore[union-attr]
+    return [("part", path, tuple(news), i) for i in range(len(news))]
+
+
+def drop_axis(value: Value, axis: int) -> Value:
+    """`value` without an axis along which it does not vary."""
+    if value.lanes(axis) or value.outer(axis):
+        raise Opaque("squeeze of an axis that varies")
+    keep = [d for d in range(value.rank) if d != axis]
+    data = value.data.reshape([n for i, n in enumerate(value.data.shape) if i != 2 + axis])
+    return Value(tuple(value.shape[d] for d in keep), data, {s: tuple(p[d] for d in keep) for s, p in value.axes.items()})
+
+
+def add_axis(value: Value, axis: int) -> Value:
+    """`value` with an axis of size one before `axis`."""
+    data = np.expand_dims(value.data, 2 + axis)
+    shape = (*value.shape[:axis], 1, *value.shape[axis:])
+    return Value(shape, data, {s: (*p[:axis], None, *p[axis:]) for s, p in value.axes.items()})
+
+
+def slice_lanes(value: Value, axis: int, start: int | None, stop: int | None, step: int | None) -> Value:
+    """Part of an axis. A whole-axis slice is allowed on every axis."""
+    n = value.shape[axis]
+    if start in (None, 0) and step in (None, 1) and (stop is None or stop == n or (isinstance(n, int) and stop >= n)):
+        return value
+    if not isinstance(n, int):
+        raise Opaque("part of a symbolic axis")
+    length = len(range(*slice(start, stop, step).indices(n)))
+    shape = (*value.shape[:axis], length, *value.shape[axis + 1 :])
+    if not value.outer(axis) and not value.lanes(axis):
+        return Value(shape, value.data, value.axes)
+    value = need_lanes(value, axis)
+    return Value(shape, value.data[(slice(None),) * (2 + axis) + (slice(start, stop, step),)], value.axes)
+
+
+def select_lane(value: Value, axis: int, index: int) -> Value:
+    """One place of an axis."""
+    if value.outer(axis):
+        promote([value], axis)
+    data = value.data[(slice(None),) * (2 + axis) + (index if value.lanes(axis) else 0,)]
+    keep = [d for d in range(value.rank) if d != axis]
+    return Value(tuple(value.shape[d] for d in keep), data, {s: tuple(p[d] for d in keep) for s, p in value.axes.items()})
+
+
+def take_lanes(value: Value, axis: int, places: Sequence[int]) -> Value:
+    """Places of an axis in a given order, also repeated."""
+    shape = (*value.shape[:axis], len(places), *value.shape[axis + 1 :])
+    if not value.outer(axis) and not value.lanes(axis):
+        return Value(shape, value.data, value.axes)
+    value = need_lanes(value, axis)
+    return Value(shape, np.take(value.data, places, axis=2 + axis), value.axes)
+
+
+def cat(values: Sequence[Value], axis: int) -> Value:
+    """Concatenate along a lane axis."""
+    if any(v.outer(axis) for v in values):
+        promote([v for v in values if v.outer(axis)], axis)
+    values = [whole(v, axis) for v in values]
+    total = product([1]) and sum(v.shape[axis] for v in values)
+    shapes = [[n if d != 2 + axis else -1 for d, n in enumerate(v.data.shape)] for v in values]
+    common = [max(column) for column in zip(*shapes, strict=True)]
+    for d in range(values[0].rank):
+        if d != axis and any(v.outer(d) for v in values) and any(v.lanes(d) for v in values):
+            promote([v for v in values if v.outer(d)], d)
+    parts = [np.broadcast_to(v.data, [v.data.shape[d] if n == -1 else n for d, n in enumerate(common)]) for v in values]
+    shape = _broadcast_shape([(*v.shape[:axis], *v.shape[axis + 1 :]) for v in values])
+    return Value((*shape[:axis], total, *shape[axis:]), np.concatenate(parts, axis=2 + axis), join_axes(values))
+
+
+def reduce(value: Value, axes: Sequence[int], keepdim: bool, function: Callable[[Array, tuple[int, ...]], Array]) -> Value:
+    """`function` over lane axes."""
+    axes = sorted({value.axis(d) for d in axes})
+    for d in axes:
+        value = need_lanes(value, d)
+    data = function(value.data, tuple(2 + d for d in axes))
+    if not np.isfinite(data).all():
+        raise Opaque("not finite on random lanes")
+    value = Value(tuple(1 if d in axes else n for d, n in enumerate(value.shape)), data, value.axes)
+    if not keepdim:
+        for d in reversed(axes):
+            value = drop_axis(value, d)
+    return value

@@ -1,0 +1,176 @@
+"""One vocabulary for the many spellings of an operation.
+
+`x.view`, `torch.reshape` and `aten._unsafe_view` are all `view`; `operator.mul`, `torch.mul`, `Tensor.mul` and `aten.mul.Tensor` are all `mul`.
+Everything above this file speaks of an operation by its canonical name only.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+Size = int | sympy.Expr
+"""A tensor size: a number, or the symbol's expression in a graph with dynamic shapes. Comparing two of them adds no guard."""
+
+_ALIASES = {
+    "_unsafe_view": "view",
+    "reshape": "view",
+    "view_as": "view",
+    "reshape_as": "view",
+    "flatten": "view",
+    "unflatten": "view",
+    "ravel": "view",
+    "concat": "cat",
+    "concatenate": "cat",
+    "true_divide": "div",
+    "truediv": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "moveaxis": "movedim",
+    "split_with_sizes": "split",
+    "broadcast_to": "expand",
+    "expand_as": "expand",
+    "linalg_vector_norm": "vector_norm",
+    "_conj": "conj",
+    "resolve_conj": "conj_physical",
+    "matmul": "matmul",
+    "bmm": "matmul",
+    "mm": "matmul",
+    "__matmul__": "matmul",
+    "tile": "repeat",
+    "ger": "outer",
+    "float_power": "pow",
+}
+
+CASTS = frozenset(
+    "to _to_copy float half bfloat16 double type_as type contiguous clone detach alias cfloat cdouble convert_element_type "
+    "lift_fresh_copy checkpoint_name cuda cpu".split()
+)
+"""Operations that keep every value (up to rounding) and every axis."""
+
+MOVEMENTS = frozenset(
+    "view transpose permute t movedim unsqueeze squeeze getitem split chunk unbind tensor_split narrow select slice expand".split()
+)
+"""Operations that only rearrange or select elements of their first argument."""
+
+_IN_PLACE_OPERATORS = {
+    operator.iadd: "add",
+    operator.isub: "sub",
+    operator.imul: "mul",
+    operator.itruediv: "div",
+    operator.ipow: "pow",
+}
+
+_OTHER_IN_PLACE = frozenset(
+    getattr(operator, name) for name in "ifloordiv imod iand ior ixor ilshift irshift imatmul delitem".split()
+)
+
+_PURE_HIGHER_ORDER = frozenset(
+    "tag_activation_checkpoint wrap wrap_activation_checkpoint flex_attention flex_attention_backward autograd_function_apply "
+    "auto_functionalized auto_functionalized_v2 checkpoint".split()
+)
+
+
+def operation(node: fx.Node) -> str:
+    """Canonical name of what `node` does; for nodes that call nothing, the kind of node (`placeholder`, `get_attr`, ...)."""
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op == "call_function":
+        target = node.target
+        name = target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    else:
+        return node.op
+    return _ALIASES.get(name, name)
+
+
+def in_place(node: fx.Node) -> str | None:
+    """For a node that writes its first argument by arithmetic (`add_`, `+=`): the canonical name of the arithmetic."""
+    if node.op == "call_function" and node.target in _IN_PLACE_OPERATORS:
+        return _IN_PLACE_OPERATORS[node.target]
+    name = operation(node)
+    if name.endswith("_") and not name.endswith("__") and name != "copy_":
+        return _ALIASES.get(name[:-1], name[:-1])
+    return None
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes whose memory `node` may write."""
+    if node.op == "call_module":
+        return list(node.all_input_nodes)
+    if node.op not in ("call_function", "call_method"):
+        return []
+    out = node.kwargs.get("out")
+    written = [] if out is None else [n for n in node.all_input_nodes if n in (out if isinstance(out, tuple | list) else [out])]
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return written + _written_by_schema(node, target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return [] if target.name() in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
+    writes_first = (
+        operation(node) in ("setitem", "__setitem__", "copy_")
+        or in_place(node) is not None
+        or (node.op == "call_function" and target in _OTHER_IN_PLACE)
+        or node.kwargs.get("inplace") is True
+    )
+    if writes_first:
+        first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+        written += [first] if isinstance(first, fx.Node) else list(node.all_input_nodes)
+    return written
+
+
+def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:
+    written = []
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            values = value if isinstance(value, tuple | list) else [value]
+            written += [v for v in values if isinstance(v, fx.Node)]
+    return written
+
+
+def fake(node: fx.Node) -> Any:
+    """The fake value a capture recorded for `node` (Dynamo: `example_value`; export and AOTAutograd: `val`), or None."""
+    return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
+
+
+def fake_tensor(node: object) -> torch.Tensor | None:
+    """The fake tensor of `node`, or None when it is no node or not tensor-valued."""
+    value = fake(node) if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def size(value: int | torch.SymInt) -> Size:
+    """`value` as a number, or as an expression whose comparison adds no guard."""
+    if isinstance(value, int):
+        return value
+    expression = value.node.expr
+    return int(expression) if expression.is_number else expression
+
+
+def sizes(tensor: torch.Tensor) -> tuple[Size, ...]:
+    """The shape of a fake tensor."""
+    return tuple(size(s) for s in tensor.shape)
+
+
+def layer_of(node: fx.Node) -> str:
+    """Module path of `node` in the user's model, from `nn_module_stack`; '' when the graph has none."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    return _clean(path)
+
+
+def _clean(path: str) -> str:
+    for prefix in ("L['self'].", "L__self___", "L['fn'].", "L['args'][0]."):
+        path = path.removeprefix(prefix)
+    path = path.replace("._modules['", ".").replace("']", "").replace("slice(None, None, None)", "")
+    return path.removeprefix("_modules['").strip(".")

@@ -1,0 +1,158 @@
+"""Finds the node to pass as an operand: the one whose lanes are the numbers wanted.
+
+Becomes     an `Operand`: the node and the movement that turns it into the operator's shape.
+Requires    the numbers are lanes of one node, along one of its axes at even spacing; every axis on which the node varies is the batch or the
+            sequence axis of the rotated tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from torch import fx
+
+from fusion_pass.graph.evaluate import Evaluator
+from fusion_pass.graph.lanes import Opaque, Value
+from fusion_pass.graph.site import Operand, Step
+from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake_tensor, operation
+
+from .facts import Array, Refused
+from .rotary import TOLERANCE, equal
+
+
+def candidates(frontier: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes read by a region, then what they are views or casts of, nearest first."""
+    found = dict.fromkeys(frontier)
+    queue = list(found)
+    while queue:
+        node = queue.pop(0)
+        if operation(node) in MOVEMENTS | CASTS | {"neg", "add", "repeat_interleave", "repeat", "view_as_real", "real", "imag"}:
+            for parent in node.all_input_nodes:
+                if parent not in found and fake_tensor(parent) is not None or operation(parent) in ("split", "chunk", "unbind"):
+                    found.setdefault(parent)
+                    queue.append(parent)
+    return [node for node in found if fake_tensor(node) is not None]
+
+
+def find(
+    root: Evaluator, wanted: Array, nodes: Sequence[fx.Node], at: fx.Node, roles: Sequence[Value], order: Sequence[int | None]
+) -> Operand | None:
+    """The first of `nodes` that holds `wanted` ([WORLDS, T]) as read at `at`, as an operand of shape `[*order, T]`.
+
+    `order` lists the axes of the rotated tensor that the operand's axes must follow, None for an axis of size one; `roles` are values on the
+    rotated tensor whose labels say what runs along which of its axes.
+    """
+    for node in nodes:
+        try:
+            value = root.read(node, at)
+            if isinstance(value, Value):
+                found = _as_operand(node, value, wanted, roles, order)
+                if found is not None:
+                    return found
+        except (Opaque, Refused):
+            continue
+    return None
+
+
+def _as_operand(
+    node: fx.Node, value: Value, wanted: Array, roles: Sequence[Value], order: Sequence[int | None]
+) -> Operand | None:
+    steps: list[Step] = []
+    data = value.data[:, 0]
+    if np.iscomplexobj(data):
+        # The last axis seen as [..., T, 2], real and imaginary.
+        tensor = fake_tensor(node)
+        assert tensor is not None
+        data = np.stack([data.real, data.imag], -1)
+        shape = (*value.shape, 2)
+        axes = {s: (*p, None) for s, p in value.axes.items()}
+        steps += [Step("view", (tensor.real.dtype,)), Step("unflatten", (-1, (value.shape[-1], 2)))]
+        value = Value(shape, data[:, None], axes)
+    place = locate(data, wanted)
+    if place is None:
+        return None
+    targets = _axis_targets(value, roles)
+    lane_axis, start, step, fixed = place
+    length = wanted.shape[1]
+    axis = 0
+    current: list[int | str | None] = []
+    for d in range(value.rank):
+        if d == lane_axis:
+            steps += _spaced(axis, start, step, length, value.shape[d])
+            current.append("lanes")
+        elif d in fixed:
+            steps.append(Step("select", (axis, fixed[d])))
+            continue
+        elif targets[d] is None:
+            steps.append(Step("select", (axis, 0)))
+            continue
+        else:
+            current.append(targets[d])
+        axis += 1
+    wanted_axes: list[int | str] = [o for o in order if o in current and o is not None] + ["lanes"]
+    if sorted(map(str, wanted_axes)) != sorted(map(str, current)):
+        raise Refused(f"{node.name!r} varies along an axis that is neither batch nor sequence.")
+    if wanted_axes != current:
+        steps.append(Step("permute", tuple(current.index(a) for a in wanted_axes)))
+    steps += [Step("unsqueeze", (i,)) for i, o in enumerate(order) if o is None or o not in current]
+    return Operand(node, tuple(steps))
+
+
+def _spaced(axis: int, start: int, step: int, length: int, n: object) -> list[Step]:
+    """Every `step`-th place of `axis` from `start`."""
+    if step == 1:
+        return [] if start == 0 and length == n else [Step("narrow", (axis, start, length))]
+    offset = start % step
+    first = start - offset
+    narrow = [] if first == 0 and length * step == n else [Step("narrow", (axis, first, length * step))]
+    return [*narrow, Step("unflatten", (axis, (length, step))), Step("select", (axis + 1, offset))]
+
+
+def locate(data: Array, wanted: Array) -> tuple[int, int, int, dict[int, int]] | None:
+    """Where `wanted` ([WORLDS, T]) lies in `data` ([WORLDS, *axes]): (axis, start, step, {other axis: place})."""
+    shape = data.shape[1:]
+    flat = data.reshape(len(data), -1)
+    length = wanted.shape[1]
+    if flat.shape[1] < length:
+        return None
+    order = np.argsort(flat[0], kind="stable")
+    at = np.searchsorted(flat[0][order], wanted[0] - TOLERANCE * (1 + abs(wanted[0])))
+    if (at >= len(order)).any():
+        return None
+    # Equal numbers lie next to each other; the stable sort gives the first place of each.
+    places = order[at]
+    if not equal(flat[:, places], wanted):
+        return None
+    index = np.unravel_index(places, shape)
+    varying = [d for d, i in enumerate(index) if (i != i[0]).any()]
+    if len(varying) != 1:
+        if varying or length != 1:
+            return None
+        varying = [len(shape) - 1]
+    axis = varying[0]
+    step = int(index[axis][1] - index[axis][0]) if length > 1 else 1
+    start = int(index[axis][0])
+    if step < 1 or (index[axis] != start + step * np.arange(length)).any():
+        return None
+    if step > 1 and (start - start % step) + length * step > shape[axis]:
+        return None
+    return axis, start, step, {d: int(i[0]) for d, i in enumerate(index) if d != axis and shape[d] > 1}
+
+
+def _axis_targets(value: Value, roles: Sequence[Value]) -> list[int | None]:
+    """For each axis of `value`, the axis of the rotated tensor along which the same places of the same sources lie."""
+    targets: list[int | None] = [None] * value.rank
+    for source, paths in value.axes.items():
+        known = next((r.axes[source] for r in roles if source in r.axes), None)
+        if any(p is not None for p in paths) and known is None:
+            raise Refused("varies with something the rotated tensor does not depend on")
+        for axis, path in enumerate(paths):
+            if path is None:
+                continue
+            assert known is not None
+            matches = [e for e, p in enumerate(known) if p == path]
+            if len(matches) != 1 or targets[axis] not in (None, matches[0]):
+                raise Refused("an axis is not an axis of the rotated tensor")
+            targets[axis] = matches[0]
+    return targets
