@@ -1,6 +1,6 @@
 """Operators and their kernels. Usable eagerly, without the pass.
 
-`docs/operators.md` is the contract of the norm + rotation operators.
+`docs/operators.md` is the contract of the norm + rotation operators, `docs/attention.md` that of `attention`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ __all__ = [
     "Kernel",
     "Request",
     "Status",
+    "attention",
     "choose",
     "doctor",
     "kernels",

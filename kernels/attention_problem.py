@@ -6,6 +6,7 @@ Query `i` faces key `position(i)`, the diagonal; causality and the window are di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -94,19 +95,18 @@ class Problem:
             return self.q.new_empty((batch, heads, rows, lanes)).transpose(1, 2)
         return self.q.new_empty((batch, rows, heads, lanes))
 
+    def gradients(self, needs: Sequence[bool], into: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Unfilled dq, dk, dv: those of `into`, else new contiguous ones; None where not needed."""
+        inputs = (self.q, self.k, self.v)
+        return [
+            None if not needed else x.new_empty(x.shape) if given is None else given
+            for x, needed, given in zip(inputs, needs, into, strict=False)
+        ]
+
     def empty_lse(self) -> Tensor:
         """`[B, Hq, Sq]` in the dtype of the arithmetic."""
         batch, rows, heads, _ = self.q.shape
         return self.q.new_empty((batch, heads, rows), dtype=arithmetic_dtype(self.q.dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """Where the gradients of q, k and v go; None: not needed."""
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
 
 
 class AttentionBackend(Protocol):
@@ -125,9 +125,13 @@ class AttentionBackend(Protocol):
         grad_lse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        into: Gradients,
-    ) -> Tensor | None:
-        """Fill the tensors of `into` (any strides with last stride 1, such as parts of one packed dqkv); return dsinks if there are sinks."""
+        needs: Sequence[bool],
+        into: Sequence[Tensor | None] = (None, None, None),
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k, v and the sinks, None where `needs` says so.
+
+        `into` names tensors for dq, dk and dv to be written to, of any strides with last stride 1: the parts of one packed dqkv.
+        """
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,10 +11,12 @@ autograd, so that it can stand behind the operator's own backward:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .attention_problem import Gradients, Problem, arithmetic_dtype
+from .attention_problem import Problem, arithmetic_dtype
 
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
@@ -36,9 +38,16 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, into: Gradients
-) -> Tensor | None:
-    """Fill `into` and return the gradient of the sinks; see `AttentionBackend`."""
+    problem: Problem,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs: Sequence[bool],
+    into: Sequence[Tensor | None] = (None, None, None),
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and the sinks; see `AttentionBackend`."""
+    dq, dk, dv = problem.gradients(needs, into)
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
     scores, tanh = _scores(problem)
     dtype = scores.dtype
@@ -50,13 +59,14 @@ def backward(
     dscores = probabilities * (torch.einsum("bqhd,bkhd->bhqk", do, _per_query_head(v, q).to(dtype)) - delta[..., None])
     if tanh is not None:
         dscores = dscores * (1 - tanh * tanh)
-    if into.q is not None:
-        into.q.copy_(scale * torch.einsum("bhqk,bkhd->bqhd", dscores, _per_query_head(k, q).to(dtype)))
-    if into.k is not None:
-        into.k.copy_(_per_kv_head(scale * torch.einsum("bhqk,bqhd->bkhd", dscores, q.to(dtype)), k))
-    if into.v is not None:
-        into.v.copy_(_per_kv_head(torch.einsum("bhqk,bqhd->bkhd", probabilities, do), v))
-    return None if problem.sinks is None else sinks_gradient(problem.sinks, lse, delta)
+    if dq is not None:
+        dq.copy_(scale * torch.einsum("bhqk,bkhd->bqhd", dscores, _per_query_head(k, q).to(dtype)))
+    if dk is not None:
+        dk.copy_(_per_kv_head(scale * torch.einsum("bhqk,bqhd->bkhd", dscores, q.to(dtype)), k))
+    if dv is not None:
+        dv.copy_(_per_kv_head(torch.einsum("bhqk,bqhd->bkhd", probabilities, do), v))
+    sinks = problem.sinks
+    return dq, dk, dv, sinks_gradient(sinks, lse, delta) if sinks is not None and needs[3] else None
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from types import MappingProxyType
 
 import torch
 
-MODULES = ("hopper", "cuda", "triton", "ascend", "reference")
-ORDER = ("hopper", "cuda", "triton", "ascend", "sdpa", "reference")
+MODULES = ("hopper", "cuda", "triton", "ascend", "reference", "attention_kernels")
+ORDER = ("hopper", "sdpa", "cuda", "triton", "ascend", "reference")
 
 NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope"})
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ..attention_problem import Gradients, Problem, mask_floor
+from ..attention_problem import Problem, mask_floor
 from ..attention_reference import sinks_gradient
 from .attention_backward import attention_delta, attention_dkdv, attention_dq
 from .attention_forward import attention_forward
@@ -56,20 +57,27 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, into: Gradients
-) -> Tensor | None:
-    """Fill `into`: one kernel for delta, one for dq, one for dk and dv; those not needed are not launched."""
+    problem: Problem,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs: Sequence[bool],
+    into: Sequence[Tensor | None] = (None, None, None),
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and the sinks: one kernel for delta, one for dq, one for dk and dv; those not needed are not launched."""
     q, k, v = problem.q, problem.k, problem.v
     batch, rows, heads, _ = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     if grad_out.stride(3) != 1:
         grad_out = grad_out.contiguous()  # the expanded gradient of a sum
+    dq, dk, dv = problem.gradients(needs, into)
     sight = _Sight(problem)
     with _on(q):
         delta = _delta(problem, grad_out, grad_lse, out)
         tile = _tile("dq", problem)
         programs = triton.cdiv(rows, tile.block_m) * batch * heads
-        if into.q is not None and programs:
+        if dq is not None and programs:
             ranges = sight.ranges(tile.block_m, tile.block_n, own_are_keys=False)
             attention_dq[(programs,)](
                 q,
@@ -78,14 +86,14 @@ def backward(
                 grad_out,
                 lse,
                 delta,
-                into.q,
+                dq,
                 *sight.tensors,
                 *_ranges_argument(ranges, q),
                 *q.stride()[:3],
                 *k.stride()[:3],
                 *v.stride()[:3],
                 *grad_out.stride()[:3],
-                *into.q.stride()[:3],
+                *dq.stride()[:3],
                 *sight.strides,
                 *_ranges_strides(ranges),
                 *_sizes(problem, heads),
@@ -96,9 +104,10 @@ def backward(
             )
         tile = _tile("dkdv", problem)
         programs = triton.cdiv(keys, tile.block_n) * batch * kv_heads
-        if (into.k is not None or into.v is not None) and programs:
-            dk = torch.empty_like(k) if into.k is None else into.k
-            dv = torch.empty_like(v) if into.v is None else into.v
+        if (dk is not None or dv is not None) and programs:
+            # One kernel computes both; the one that nobody asked for is written and dropped.
+            dk_out = torch.empty_like(k) if dk is None else dk
+            dv_out = torch.empty_like(v) if dv is None else dv
             ranges = sight.ranges(tile.block_n, tile.block_m, own_are_keys=True)
             attention_dkdv[(programs,)](
                 q,
@@ -107,16 +116,16 @@ def backward(
                 grad_out,
                 lse,
                 delta,
-                dk,
-                dv,
+                dk_out,
+                dv_out,
                 *sight.tensors,
                 *_ranges_argument(ranges, q),
                 *q.stride()[:3],
                 *k.stride()[:3],
                 *v.stride()[:3],
                 *grad_out.stride()[:3],
-                *dk.stride()[:3],
-                *dv.stride()[:3],
+                *dk_out.stride()[:3],
+                *dv_out.stride()[:3],
                 *sight.strides,
                 *_ranges_strides(ranges),
                 *_sizes(problem, kv_heads),
@@ -125,7 +134,8 @@ def backward(
                 problem.softcap,
                 **_constants(problem, tile, sight, ranges),
             )
-    return None if problem.sinks is None else sinks_gradient(problem.sinks, lse, delta)
+    sinks = problem.sinks
+    return dq, dk, dv, sinks_gradient(sinks, lse, delta) if sinks is not None and needs[3] else None
 
 
 class _Sight:
