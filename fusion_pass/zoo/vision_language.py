@@ -26,20 +26,20 @@ _IMAGE = (3, 4)
 """Rows and columns of the image in the middle of the tokens."""
 
 
-def mrope_positions() -> torch.Tensor:
-    """Positions `[3, BATCH, TOKENS]` (time, height, width) of text, an image, and text again.
+def mrope_positions(batch: int = BATCH, tokens: int = TOKENS, image: tuple[int, int] = _IMAGE) -> torch.Tensor:
+    """Positions `[3, batch, tokens]` (time, height, width) of text, an image of rows x columns, and text again.
 
     As in Qwen2-VL (arXiv 2409.12191, section 2.1): the three agree on text, an image has one time and its own rows and
     columns, and text goes on after the largest position before it. The three rows differ, so a mixed-up row shows.
     """
-    rows, columns = _IMAGE
-    before = (TOKENS - rows * columns) // 2
-    after = TOKENS - rows * columns - before
+    rows, columns = image
+    before = (tokens - rows * columns) // 2
+    after = tokens - rows * columns - before
     text = torch.arange(before).expand(3, -1)
     height, width = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    image = torch.stack((torch.zeros(rows, columns, dtype=torch.long), height, width)).flatten(1) + before
+    middle = torch.stack((torch.zeros(rows, columns, dtype=torch.long), height, width)).flatten(1) + before
     rest = torch.arange(after).expand(3, -1) + before + max(rows, columns)
-    return torch.cat((text, image, rest), dim=1)[:, None].expand(3, BATCH, TOKENS).contiguous()
+    return torch.cat((text, middle, rest), dim=1)[:, None].expand(3, batch, tokens).contiguous()
 
 
 def _text_tower(module: str, config: str, model: str, rope: dict[str, Any], **options: Any) -> Builder:

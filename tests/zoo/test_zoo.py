@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fusion_pass import zoo
+from fusion_pass.zoo.oracle import float64_call
 
 
 def output(model: torch.nn.Module, inputs: zoo.Inputs) -> torch.Tensor:
@@ -77,6 +78,7 @@ def test_without_the_extra() -> None:
 import sys
 sys.modules["transformers"] = sys.modules["diffusers"] = None
 from fusion_pass import zoo
+from fusion_pass.zoo.oracle import float64_call
 assert "qwen3" in zoo.names()
 zoo.build("qwen3_fused_qkv")
 for name in ("qwen3", "qwen3_vl", "dinov3", "flux"):
@@ -89,3 +91,20 @@ for name in ("qwen3", "qwen3_vl", "dinov3", "flux"):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "llama4", "qwen3_vl", "gpt_oss"])
+def test_oracle_is_exact_beyond_float32(name: str) -> None:
+    """Twice the float64 answer, from inputs that differ by less than float32 resolves: the outputs must differ too."""
+    model, inputs = zoo.build(name)
+    model = model.double()
+    ids = inputs.pop("input_ids")
+    embedded = model.get_input_embeddings()(ids).detach()
+    nudged = embedded * (1 + 1e-10)
+    first, second = (
+        next(leaf for leaf in pytree.tree_leaves(float64_call(model, {**inputs, "inputs_embeds": e})[1]))
+        for e in (embedded, nudged)
+    )
+    assert first.dtype == torch.float64
+    difference = (first - second).norm() / first.norm()
+    assert 0 < difference < 1e-8
