@@ -48,6 +48,14 @@ _ALIASES = {
     "tile": "repeat",
     "ger": "outer",
     "float_power": "pow",
+    "and_": "bitwise_and",  # operator.and_ and operator.or_: the underscore is no mark of writing
+    "or_": "bitwise_or",
+    "__and__": "bitwise_and",
+    "__or__": "bitwise_or",
+    "__invert__": "bitwise_not",
+    "invert": "bitwise_not",
+    "inv": "bitwise_not",
+    "not_": "logical_not",
 }
 
 CASTS = frozenset(
