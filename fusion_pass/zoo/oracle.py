@@ -40,8 +40,10 @@ def float64_call(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module
         The copy (its parameters take the gradients of a later `backward()`) and its output.
     """
     exact: nn.Module = copy.deepcopy(model).double()
-    if hasattr(exact, "set_experts_implementation"):
-        exact.set_experts_implementation("eager")  # the default, a grouped matrix product, does not take float64
+    set_experts = getattr(exact, "set_experts_implementation", None)
+    if set_experts is not None:
+        set_experts("eager")  # the default, a grouped matrix product, does not take float64
     wide = pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, dict(inputs))
     with _Float32IsFloat64():
-        return exact, exact(**wide)
+        output = exact(**wide)
+    return exact, output

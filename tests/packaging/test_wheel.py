@@ -1,4 +1,4 @@
-"""A wheel built from the tree holds the three folders under `fusion_pass` and works beside nothing but its dependencies."""
+"""A wheel built from the tree holds the three folders under `fusion_pass` and needs its dependencies alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=False)
     (site,) = home.glob("lib/python*/site-packages")
-    for distribution in dependencies("torch", "rich"):
+    for distribution in dependencies("torch", "numpy", "rich"):
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
             (site / top).symlink_to(Path(str(distribution.locate_file(top))))
     interpreter = home / "bin" / "python"
