@@ -1,0 +1,62 @@
+"""Named barriers: a hand-off between chosen warps of one thread block that costs no shared memory and no polling.
+
+`arrive` announces and goes on, `sync` announces and waits; the barrier opens when `threads` threads of both kinds have come (PTX `barrier`).
+An mbarrier arrival in Gluon is a barrier of the whole partition plus one elected thread; a named barrier is a single instruction, worth
+10 % of the backward pass (docs/hopper.md).
+
+Triton itself uses ids 0 (default partition), 1 (start of the partitions) and 2, 3 (partitions of more than one warp); tests read them
+off the PTX. Ours start at 5 in the forward and at 4 in the backward, whose other partitions have one warp.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def _barrier_asm(kind, threads):
+    return "{ bar." + kind + " $1, " + str(threads) + "; mov.u32 $0, 0; }"
+
+
+@gluon.constexpr_function
+def _barrier_asm_of_warpgroup(kind, threads):
+    index = ".reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; add.u32 t, t, $1; "
+    return "{ " + index + "bar." + kind + " t, " + str(threads) + "; mov.u32 $0, 0; }"
+
+
+@gluon.jit
+def sync(barrier, threads: gl.constexpr):
+    """Wait at `barrier` until `threads` threads have come."""
+    ASM: gl.constexpr = _barrier_asm("sync", threads)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive(barrier, threads: gl.constexpr):
+    """Count towards `barrier` without waiting."""
+    ASM: gl.constexpr = _barrier_asm("arrive", threads)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def sync_of_warpgroup(first_barrier, threads: gl.constexpr):
+    """As `sync`, at barrier `first_barrier + warpgroup`: each warpgroup of the default partition has its own."""
+    ASM: gl.constexpr = _barrier_asm_of_warpgroup("sync", threads)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(first_barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive_of_warpgroup(first_barrier, threads: gl.constexpr):
+    """As `arrive`, at barrier `first_barrier + warpgroup`."""
+    ASM: gl.constexpr = _barrier_asm_of_warpgroup("arrive", threads)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(first_barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def bulk_writes_done():
+    """Wait until the bulk copies of this thread are written, not only read from shared memory, and order them before what follows.
+
+    Triton's `store_wait` is the `.read` form, after which other thread blocks may not yet see the result
+    (https://github.com/Dao-AILab/flash-attention/issues/2244).
+    """
+    ASM: gl.constexpr = "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0; }"
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)

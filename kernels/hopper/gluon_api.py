@@ -1,0 +1,38 @@
+"""The names of Gluon that moved between Triton 3.6 and 3.9, under one spelling.
+
+| here             | Triton 3.6                                     | Triton 3.9             |
+|------------------|------------------------------------------------|------------------------|
+| `aggregate`      | `triton.language.core._aggregate`              | `gluon.aggregate`      |
+| `tma_load`       | `tma.async_copy_global_to_shared`              | `tma.async_load`       |
+| `tma_store`      | `tma.async_copy_shared_to_global`              | `tma.async_store`      |
+| `tma_reduce_add` | no Gluon name, but the builder has the operation | `tma.async_atomic_add` |
+
+Names are looked up, not versions: whatever the installed Triton offers decides.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+if hasattr(gluon, "aggregate"):
+    aggregate = gluon.aggregate
+else:
+    from triton.language.core import _aggregate as aggregate
+
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_load") else tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+if hasattr(tma, "async_atomic_add"):
+    tma_reduce_add = tma.async_atomic_add
+else:
+    from triton._C.libtriton import ir
+
+    @builtin
+    def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
+        """Add a tile of shared memory to global memory: `cp.reduce.async.bulk.tensor … .add`."""
+        coordinates = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coordinates, src.handle)
+
+
+__all__ = ["aggregate", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait"]

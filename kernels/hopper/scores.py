@@ -1,0 +1,90 @@
+"""Device code shared by the passes: softcap, and which blocks of the score matrix need a mask or no work at all.
+
+Every mask here is *one interval of keys per query*: `[low(row), high(row))`. Causality and the end of the keys give `high`, a window
+gives `low`, packed documents give both. So a mask costs two comparisons with per-row values in the blocks that it cuts, and nothing in the
+others. In `band` form the interval is `[row + band_low, row + band_high]` cut to the keys there are; in `rows` form it is read from memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def tanh(x):
+    """tanh by exp2, absolute error 1e-7: `tanh.approx` (5e-4 relative) times a softcap of 50 would shift scores by 0.02."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * 2.885390081777927))
+
+
+@gluon.jit
+def clamp(x, low, high):
+    return gl.minimum(gl.maximum(x, low), high)
+
+
+@gluon.jit
+def key_blocks(row0, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexpr):
+    """Blocks of keys for the tile of queries at `row0`: `[first, last)`, of which `[clear_first, clear_last)` need no mask.
+
+    At least one block, though every key of it may be hidden: the pipeline has no empty tile.
+    """
+    BLOCK_M: gl.constexpr = T.block_m
+    BLOCK_N: gl.constexpr = T.block_n
+    if T.by_rows:
+        entry = ranges + (row0 // BLOCK_M) * 4
+        first = gl.load(entry)
+        last = gl.load(entry + 1)
+        clear_first = gl.load(entry + 2)
+        clear_last = gl.load(entry + 3)
+    else:
+        first = row0 * 0
+        last = gl.cdiv(seq_k, BLOCK_N)
+        clear_first = first
+        clear_last = last
+        if T.masked:
+            last_row = gl.minimum(row0 + BLOCK_M, seq_q) - 1
+            last = gl.cdiv(clamp(last_row + band_high + 1, 0, seq_k), BLOCK_N)
+            clear_last = clamp(row0 + band_high + 1, 0, seq_k) // BLOCK_N
+            if T.left_limit:
+                first = gl.maximum(row0 + band_low, 0) // BLOCK_N
+                clear_first = gl.cdiv(gl.maximum(last_row + band_low, 0), BLOCK_N)
+        last = gl.maximum(last, first + 1)
+    clear_last = clamp(clear_last, first, last)
+    return first, last, clamp(clear_first, first, clear_last), clear_last
+
+
+@gluon.jit
+def query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexpr):
+    """Tiles of queries that see a block of keys: `[first, last)`, of which `[clear_first, clear_last)` need no mask. May be empty."""
+    BLOCK_M: gl.constexpr = T.block_m
+    BLOCK_N: gl.constexpr = T.block_n
+    if T.by_rows:
+        entry = ranges + block * 4
+        first = gl.load(entry)
+        last = gl.load(entry + 1)
+        clear_first = gl.load(entry + 2)
+        clear_last = gl.load(entry + 3)
+    else:
+        first = block * 0
+        last = gl.cdiv(seq_q, BLOCK_M)
+        clear_first = first
+        clear_last = last
+        if T.masked:
+            key0 = block * BLOCK_N
+            tiles = last
+            first = gl.minimum(gl.maximum(key0 - band_high, 0) // BLOCK_M, tiles)
+            clear_first = gl.cdiv(gl.maximum(key0 + BLOCK_N - 1 - band_high, 0), BLOCK_M)
+            if T.left_limit:
+                last = clamp((gl.maximum(key0 + BLOCK_N - band_low, 0) + BLOCK_M - 1) // BLOCK_M, first, tiles)
+                clear_last = gl.maximum(key0 - band_low + 1, 0) // BLOCK_M
+            if key0 + BLOCK_N > seq_k:  # keys past the end, which every query must hide
+                clear_first = last
+    clear_first = clamp(clear_first, first, last)
+    return first, last, clear_first, clamp(clear_last, clear_first, last)
+
+
+@gluon.jit
+def key_limits(rows, seq_k, band_low, band_high, row_low, row_high, T: gl.constexpr):
+    """The interval of keys `[low, high)` of each row of `rows`, in the layout of `rows`. Rows past the end may get any interval."""
+    if T.by_rows:
+        return gl.load(row_low + rows), gl.load(row_high + rows)
+    else:
+        return rows + band_low, gl.minimum(rows + (band_high + 1), seq_k)
