@@ -42,12 +42,12 @@ class Promote(Exception):
         self.wanted = tuple(wanted)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Source:
-    """An opaque producer. `key` identifies what it computes; two sources of one key hold the same numbers."""
+    """An opaque producer. `key` identifies what it computes; equal sources hold the same numbers."""
 
     key: Hashable
-    shape: tuple[Size, ...]
+    shape: tuple[Size, ...] = field(compare=False)
     promotable: frozenset[int] = frozenset()
     """Outer axes that may be turned into lanes."""
 

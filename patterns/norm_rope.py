@@ -1,0 +1,173 @@
+"""The pattern of norm + rotation: readings of single tensors become sites of one operator call.
+
+    q and k of one attention, read alike           qk_norm_rope
+    the same, lanes of one packed projection,
+      in training                                  qkv_norm_rope   (one gradient buffer, written in one pass)
+    one tensor                                     norm_rope, or rope without a norm
+
+Requires    of a site: nobody else reads what the call no longer computes; no memory that the call reads is written between its use and the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from fusion_pass.graph.effects import Effects
+from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site
+from fusion_pass.graph.vocabulary import layer_of
+
+from .consumers import Use, use_of
+from .facts import Refused
+from .layout import result_steps
+from .pairing import Pair, difference, same_tables
+from .reading import Reading, read, roots
+
+
+class NormRope:
+    """`patterns.base.Pattern` for QK-norm and rotary position embedding."""
+
+    name = "norm_rope"
+
+    def find(self, graph: fx.Graph) -> Iterable[Site | Refusal]:
+        """Every site of this fusion in `graph`, and a refusal for every near miss."""
+        effects = Effects(graph)
+        readings, refusals = _readings(graph, effects)
+        found: list[Site | Refusal] = list(refusals)
+        for group in _groups(effects, readings):
+            found.append(_site(effects, group))
+        return sorted(found, key=lambda place: effects.order[place.anchor])
+
+
+def _readings(graph: fx.Graph, effects: Effects) -> tuple[list[Reading], list[Refusal]]:
+    readings: list[Reading] = []
+    refusals: list[Refusal] = []
+    taken: set[fx.Node] = set()
+    for node in roots(graph, effects):
+        if node in taken:
+            continue
+        try:
+            reading = read(effects, node)
+            if reading is not None:
+                _check_private(reading.region, [reading.end])
+        except Refused as refused:
+            refusals.append(Refusal("norm_rope", layer_of(node), node, str(refused)))
+            taken |= set(node.all_input_nodes)
+            continue
+        if reading is not None:
+            readings.append(reading)
+            taken |= reading.region
+    return sorted(readings, key=lambda r: effects.order[r.end]), refusals
+
+
+def _groups(effects: Effects, readings: Sequence[Reading]) -> list[Pair | Reading | Refusal]:
+    """Readings of one attention paired, as query and key in that order."""
+    groups: list[Pair | Reading | Refusal] = []
+    waiting: list[tuple[Reading, Use | None]] = []
+    for reading in readings:
+        use = use_of(reading.end)
+        partner = next((w for w in waiting if _belong_together(effects, w, (reading, use))), None)
+        if partner is None:
+            waiting.append((reading, use))
+            continue
+        waiting.remove(partner)
+        first, second = partner[0], reading
+        if partner[1] is not None and partner[1].place == "key":
+            first, second = second, first
+        if first.norm is not None and second.norm is not None and first.norm.eps != second.norm.eps:
+            groups.append(
+                Refusal(
+                    "qk_norm_rope",
+                    layer_of(reading.end),
+                    reading.end,
+                    f"q and k are normalised with two different eps ({first.norm.eps} and {second.norm.eps}).",
+                )
+            )
+        else:
+            groups.append(Pair(first, second))
+    return groups + [reading for reading, _ in waiting]
+
+
+def _belong_together(effects: Effects, a: tuple[Reading, Use | None], b: tuple[Reading, Use | None]) -> bool:
+    (x, use_x), (y, use_y) = a, b
+    if use_x is not None and use_y is not None:
+        if use_x.attention is not use_y.attention or (use_x.place == use_y.place and use_x.place):
+            return False
+    elif use_x is not use_y or layer_of(x.end) != layer_of(y.end):
+        return False
+    return difference(x, y) is None and same_tables(effects, x, y)
+
+
+def _site(effects: Effects, group: Pair | Reading | Refusal) -> Site | Refusal:
+    if isinstance(group, Refusal):
+        return group
+    parts = [group.q, group.k] if isinstance(group, Pair) else [group]
+    anchor = max((p.end for p in parts), key=effects.order.__getitem__)
+    region = frozenset().union(*(p.region for p in parts))
+    call = _pair_call(group) if isinstance(group, Pair) else _single_call(group)
+    anchor = max(region, key=effects.order.__getitem__)
+    try:
+        _check_memory(effects, call, region, anchor)
+    except Refused as refused:
+        return Refusal(call.name, layer_of(anchor), anchor, str(refused))
+    outputs = tuple(Output(p.end, index, result_steps(list(p.names))) for index, p in enumerate(parts))
+    return Site(call.name, layer_of(parts[0].end), call, outputs, region, anchor)
+
+
+def _check_private(region: frozenset[fx.Node], ends: Sequence[fx.Node]) -> None:
+    """A second reader would keep the work alive that the call is to replace."""
+    for node in sorted(region - set(ends)):
+        for user in node.users:
+            if user not in region:
+                raise Refused(f"{node.name!r} is computed inside the site and also read outside it, by {user.name!r}.")
+
+
+def _check_memory(effects: Effects, call: Call, region: frozenset[fx.Node], anchor: fx.Node) -> None:
+    first = min(region, key=effects.order.__getitem__)
+    for name, operand in call.tensors.items():
+        if operand is None:
+            continue
+        writes = [w for w in effects.written_between(operand.node, first, anchor) if w not in region]
+        if writes:
+            raise Refused(f"{operand.node.name!r}, the {name} of the call, is written by {writes[0].name!r} inside the site.")
+
+
+def _pair_call(pair: Pair) -> Call:
+    q, k = pair.q, pair.k
+    tensors: dict[str, Operand | None] = {"q": q.x, "k": k.x, "cos": q.cos, "sin": q.sin}
+    if q.norm is not None and k.norm is not None:
+        tensors |= {"q_weight": q.norm.weight, "k_weight": k.norm.weight, "q_bias": q.norm.bias, "k_bias": k.norm.bias}
+    return Call("qk_norm_rope", tensors, {**_norm_options(q), **_options(q)})
+
+
+def _single_call(reading: Reading) -> Call:
+    tensors: dict[str, Operand | None] = {"x": reading.x, "cos": reading.cos, "sin": reading.sin}
+    if reading.norm is None:
+        return Call("rope", tensors, _options(reading))
+    tensors |= {"weight": reading.norm.weight, "bias": reading.norm.bias}
+    return Call("norm_rope", tensors, {**_norm_options(reading), **_options(reading)})
+
+
+def _norm_options(reading: Reading) -> dict[str, Literal | fx.Node]:
+    if reading.norm is None:
+        return {"norm": "none"}
+    return {
+        "norm": reading.norm.kind,
+        "eps": reading.norm.eps,
+        "norm_scope": reading.norm_scope,
+        "norm_first": reading.norm_first,
+    }
+
+
+def _options(reading: Reading) -> dict[str, Literal | fx.Node]:
+    return {
+        "rotary_dim": reading.rotary_dim,
+        "rotary_start": reading.rotary_start,
+        "pairing": reading.pairing,
+        "conjugate": reading.conjugate,
+        "mrope_layout": reading.mrope_layout,
+        "mrope_section": list(reading.mrope_section),
+        "out_order": reading.out_order,
+        "out_dtype": reading.out_dtype,
+    }

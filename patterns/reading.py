@@ -1,0 +1,352 @@
+"""One rotated tensor: from the node where the rotation ends back to the tensor the operator will read, norm included.
+
+    x ──(casts)── norm? ── rotation ── norm? ── end          at most one norm, before or after
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fusion_pass.graph.effects import Effects
+from fusion_pass.graph.evaluate import Evaluator
+from fusion_pass.graph.lanes import Opaque, product
+from fusion_pass.graph.region import between, downstream, frontier, modelled, upstream
+from fusion_pass.graph.site import Operand
+from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, Size, fake_tensor, operation, sizes, written_arguments
+
+from . import tables
+from .facts import Norm, Refused, Rotation
+from .layout import Roles, memory_order, operand, roles_of
+from .norms import norm_between
+from .rotary import equal, rotation_between
+
+_SUMS = frozenset("add sub addcmul cat stack view_as_real sum einsum".split())
+_ALLOCATIONS = frozenset("empty empty_like new_empty zeros zeros_like new_zeros clone".split())
+_REDUCTIONS = frozenset("mean rms_norm layer_norm norm vector_norm var var_mean normalize l2_norm rsqrt".split())
+
+_FOLLOWED = MOVEMENTS - {"expand", "getitem", "split", "chunk", "unbind", "narrow", "select", "slice"} | CASTS
+
+_CHAIN = 6
+"""Movements and casts that are followed after a rotation."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one tensor of one attention is. `x` is `[B, S, H, D]`; `names` are the roles of the axes of `end` before the last."""
+
+    root: fx.Node
+    end: fx.Node
+    source: fx.Node
+    x: Operand
+    heads: Size
+    head_dim: int
+    rotary_dim: int
+    rotary_start: int
+    pairing: str
+    conjugate: bool
+    cos: Operand
+    sin: Operand
+    norm: Norm | None
+    norm_first: bool
+    norm_scope: str
+    names: tuple[str, ...]
+    out_order: str
+    out_dtype: torch.dtype
+    region: frozenset[fx.Node] = field(repr=False)
+    frontier: tuple[fx.Node, ...] = field(repr=False)
+    mrope_layout: str = "none"
+    mrope_section: tuple[int, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def roots(graph: fx.Graph, effects: Effects) -> Iterator[fx.Node]:
+    """Nodes at which a rotation may end, last first: sums of products, and the last write of memory filled piece by piece."""
+    for node in reversed(graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        tensor = fake_tensor(node)
+        name = operation(node)
+        if name in _SUMS and tensor is not None and tensor.dim() >= 3 and tensor.is_floating_point() and _mixes(node):
+            yield node
+        elif written_arguments(node) and _ends_filling(node, effects):
+            yield node
+
+
+def _mixes(node: fx.Node) -> bool:
+    """Whether a product of two tensors is near: without one there is no rotation."""
+    queue, seen = [(node, 0)], {node}
+    while queue:
+        current, depth = queue.pop()
+        name = operation(current)
+        tensors = [n for n in current.all_input_nodes if fake_tensor(n) is not None]
+        if name in ("mul", "addcmul", "einsum", "matmul") and len(tensors) > 1:
+            return True
+        if depth < 5 and (current is node or modelled(current)):
+            fresh = [n for n in current.all_input_nodes if n not in seen]
+            seen.update(fresh)
+            queue += [(n, depth + 1) for n in fresh]
+    return False
+
+
+def _ends_filling(node: fx.Node, effects: Effects) -> bool:
+    target = written_arguments(node)[0]
+    storage = effects.storage(target)
+    if storage is None:
+        return False
+    origin = effects.origin[storage]
+    return operation(origin) in _ALLOCATIONS and effects.writes(target)[-1] is node
+
+
+def read(effects: Effects, root_node: fx.Node) -> Reading | None:
+    """The reading whose rotation ends at `root_node`, None if there is none.
+
+    Raises `Refused` when it is a rotation that cannot be fused.
+    """
+    root = Evaluator(effects)
+    ends = _ends(effects, root_node)
+    for place, end in enumerate(ends):
+        for start in _starts(effects, end):
+            reading = _settled(root, lambda s=start, e=ends[place:]: _attempt(root, root_node, s, e))  # type: ignore[misc]
+            if reading is not None:
+                return reading
+    return None
+
+
+def _settled(root: Evaluator, attempt: Callable[[], Reading | None]) -> Reading | None:
+    try:
+        return root.settle(attempt)
+    except Opaque:
+        return None
+
+
+def _attempt(root: Evaluator, root_node: fx.Node, start: fx.Node, ends: Sequence[fx.Node]) -> Reading | None:
+    """The reading that rotates `start` into the last of `ends` for which that can be said; None if not even into the first."""
+    best = None
+    for end in ends:
+        rotation = rotation_between(root, start, end)
+        if rotation is None:
+            break
+        best = rotation
+    return None if best is None else _complete(root, root_node, best)
+
+
+def _ends(effects: Effects, root: fx.Node) -> list[fx.Node]:
+    """`root` and the movements and casts that alone read it, nearest first."""
+    chain = [root]
+    if written_arguments(root):
+        origin = effects.origin[effects.storage(written_arguments(root)[0])]  # type: ignore[index]
+        readers = [u for u in origin.users if effects.order[u] > effects.order[root]]
+        chain = [u for u in readers if operation(u) in _FOLLOWED and len(readers) == 1]
+        if not chain:
+            return []
+    while len(chain) <= _CHAIN:
+        users = list(chain[-1].users)
+        if len(users) != 1 or operation(users[0]) not in _FOLLOWED or not users[0].args or users[0].args[0] is not chain[-1]:
+            break
+        chain.append(users[0])
+    return [node for node in chain if fake_tensor(node) is not None]
+
+
+def _starts(effects: Effects, end: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that `end` may be a rotation of: of its size, nearest first."""
+    tensor = fake_tensor(end)
+    assert tensor is not None
+    shape = sizes(tensor)
+    total = product(shape)
+    for node in upstream(effects, end):
+        candidate = fake_tensor(node)
+        if candidate is not None and candidate.is_floating_point() and candidate.dim() >= 2:
+            s = sizes(candidate)
+            if s[-1] == shape[-1] and product(s) == total and not _only_moved(node, end):
+                yield node
+
+
+def _only_moved(node: fx.Node, end: fx.Node) -> bool:
+    """Whether `end` is a plain movement of `node`: then it is no rotation of it."""
+    while end is not node:
+        if operation(end) not in MOVEMENTS | CASTS or not end.args or not isinstance(end.args[0], fx.Node):
+            return False
+        end = end.args[0]
+    return True
+
+
+def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Reading:
+    effects = root.effects
+    norm = _norm_before(root, rotation)
+    after = None if norm is not None else _norm_after(root, rotation)
+    source = _uncast(effects, norm.start if norm is not None else rotation.start)
+    end = after.end if after is not None else rotation.end
+    roles = roles_of(root, rotation)
+    conjugate, cos, sin = _tables(root, rotation, roles)
+    study = root.study(source, lambda x: x)
+    region = between(study, end)
+    shape = sizes(fake_tensor(rotation.end))  # type: ignore[arg-type]
+    heads: Size = 1 if roles.heads is None else shape[roles.heads]
+    scope = _scope(norm or after, heads, rotation.head_dim)
+    names = _names(rotation, roles, after)
+    origin = _origin(rotation, roles, norm)
+    if not isinstance(heads, int) and None in (origin["heads"],) and roles.heads is not None:
+        raise Refused("The number of heads is not known.")
+    tensor = fake_tensor(end)
+    assert tensor is not None
+    return Reading(
+        root=root_node,
+        end=end,
+        source=source,
+        x=operand(source, origin, heads if isinstance(heads, int) else 0, rotation.head_dim),
+        heads=heads,
+        head_dim=rotation.head_dim,
+        rotary_dim=rotation.rotary_dim,
+        rotary_start=rotation.rotary_start,
+        pairing=rotation.pairing,
+        conjugate=conjugate,
+        cos=cos,
+        sin=sin,
+        norm=norm or after,
+        norm_first=after is None,
+        norm_scope=scope,
+        names=names,
+        out_order=memory_order(end, list(names)),
+        out_dtype=tensor.dtype,
+        region=region,
+        frontier=tuple(frontier(effects, region, source)),
+    )
+
+
+def _tables(root: Evaluator, rotation: Rotation, roles: Roles) -> tuple[bool, Operand, Operand]:
+    study = root.study(rotation.start, lambda x: x)
+    region = between(study, rotation.end)
+    nodes = tables.candidates(frontier(root.effects, region, rotation.start))
+    order = [roles.batch, roles.sequence]
+    values = [rotation.response]
+    cos = tables.find(root, rotation.cos, nodes, rotation.end, values, order)
+    if cos is None:
+        raise Refused("No tensor of the graph holds the cosines of the rotation along [batch, sequence, lanes].")
+    for sign in (1, -1):
+        sin = tables.find(root, sign * rotation.sin, nodes, rotation.end, values, order)
+        if sin is not None:
+            check_tables(root, rotation, cos, sin)
+            return sign < 0, cos, sin
+    raise Refused("No tensor of the graph holds the sines of the rotation along [batch, sequence, lanes].")
+
+
+def check_tables(root: Evaluator, rotation: Rotation, cos: Operand, sin: Operand) -> None:
+    """Raise unless the tables can be cosines and sines of one angle a pair. Tables that are graph inputs are taken as they are."""
+    computed = [name for name in (_trigonometry(root, cos.node), _trigonometry(root, sin.node)) if name]
+    if rotation.cos.shape[1] == rotation.rotary_dim and computed:
+        raise Refused("The two lanes of a pair are provably rotated by different angles, so this is not a rotation.")
+    if len(computed) < 2:
+        return
+    if computed[0] == {"sin"} and computed[1] == {"cos"}:
+        raise Refused("cos and sin are exchanged: the tensor in the place of the cosines is computed by sin.")
+    square = rotation.cos**2 + rotation.sin**2
+    if not equal(square, square[:, :1] * (square * 0 + 1)):
+        raise Refused("The tables are not cosines and sines of one angle: cos^2 + sin^2 differs between lanes.")
+
+
+def _trigonometry(root: Evaluator, node: fx.Node) -> set[str]:
+    names = {operation(n) for n in [node, *upstream(root.effects, node)]}
+    return names & {"cos", "sin", "polar", "exp"}
+
+
+def _norm_before(root: Evaluator, rotation: Rotation) -> Norm | None:
+    end = rotation.start
+    seen_reduction = False
+    for node in [end, *upstream(root.effects, end)]:
+        seen_reduction |= operation(node) in _REDUCTIONS
+    if not seen_reduction:
+        return None
+    norm = _first_norm(root, end)
+    if norm is None:
+        raise Refused(
+            "The rotated tensor is normalised before, but not provably by RMSNorm or LayerNorm over the lanes of a head or of all heads."
+        )
+    return norm
+
+
+def _first_norm(root: Evaluator, end: fx.Node) -> Norm | None:
+    tensor = fake_tensor(end)
+    assert tensor is not None
+    total = product(sizes(tensor))
+    for start in upstream(root.effects, end):
+        candidate = fake_tensor(start)
+        if candidate is None or not candidate.is_floating_point() or candidate.dim() < 2 or product(sizes(candidate)) != total:
+            continue
+        norm = _norm(root, start, end)
+        if norm is not None:
+            return norm
+    return None
+
+
+def _norm(root: Evaluator, start: fx.Node, end: fx.Node) -> Norm | None:
+    try:
+        region = between(root.study(start, lambda x: x), end)
+        return norm_between(root, start, end, frontier(root.effects, region, start))
+    except Opaque:
+        return None
+
+
+def _norm_after(root: Evaluator, rotation: Rotation) -> Norm | None:
+    reach = downstream(rotation.end, 24, lambda n: modelled(n) and operation(n) != "cat")
+    if not any(operation(n) in _REDUCTIONS for n in reach):
+        return None
+    tensor = fake_tensor(rotation.end)
+    assert tensor is not None
+    total = product(sizes(tensor))
+    for end in sorted(reach, key=root.effects.order.__getitem__, reverse=True):
+        candidate = fake_tensor(end)
+        if candidate is None or not candidate.is_floating_point() or product(sizes(candidate)) != total:
+            continue
+        norm = _norm(root, rotation.end, end)
+        if norm is not None:
+            return norm
+    return None
+
+
+def _uncast(effects: Effects, node: fx.Node) -> fx.Node:
+    """The tensor `node` is a widening cast of: fewer bytes to read, the same numbers."""
+    while operation(node) in CASTS and node.args and (before := fake_tensor(node.args[0])) is not None:
+        tensor = fake_tensor(node)
+        assert tensor is not None
+        argument = node.args[0]
+        assert isinstance(argument, fx.Node)
+        widens = before.is_floating_point() and torch.promote_types(before.dtype, tensor.dtype) == tensor.dtype
+        if not widens or effects.last_write(argument, node) is not None or before.device != tensor.device:
+            break
+        node = argument
+    return node
+
+
+def _scope(norm: Norm | None, heads: Size, head_dim: int) -> str:
+    if norm is None or norm.width == head_dim:
+        return "head"
+    if isinstance(heads, int) and norm.width == heads * head_dim:
+        return "hidden"
+    raise Refused(f"The norm is over {norm.width} lanes, which are neither one head ({head_dim}) nor all of them ({heads} heads).")
+
+
+def _names(rotation: Rotation, roles: Roles, after: Norm | None) -> tuple[str, ...]:
+    names = roles.order()
+    if after is None:
+        return tuple(names)
+    if any(a is None for a in after.axes[:-1]):
+        raise Refused("The norm after the rotation changes the axes.")
+    return tuple(names[a] for a in after.axes[:-1])  # type: ignore[index]
+
+
+def _origin(rotation: Rotation, roles: Roles, norm: Norm | None) -> dict[str, int | None]:
+    """For each role the axis of the tensor the operator reads; None: no axis of its own."""
+    origin: dict[str, int | None] = {}
+    for role in ("batch", "sequence", "heads"):
+        axis = getattr(roles, role)
+        if axis is not None:
+            axis = rotation.axes[axis]
+            if norm is not None:
+                axis = norm.axes[axis]
+        origin[role] = axis
+    return origin
+
