@@ -25,10 +25,10 @@ def explain(
 ) -> Report:
     """Capture `model(*args, **kwargs)` with Dynamo, run the pass on a copy of each graph, and report.
 
-    The call itself runs eagerly and is not changed; gradient mode, autocast and train/eval are those of the caller. The report holds the graphs before and after as text
-    (`report.before`, `report.after`) and is the merged one when the model has graph breaks.
-    An `ExportedProgram` is read as it stands and needs no arguments.
-    `strict` and `expect` of `config` are not enforced here: the report is the answer.
+    The call itself runs eagerly and is not changed; gradient mode, autocast and train/eval are those of the caller.
+    The report holds the graphs before and after as text (`report.before`, `report.after`) and is the merged one when
+    the model has graph breaks. An `ExportedProgram` is read as it stands and needs no arguments. `strict` and
+    `expect` of `config` are not enforced here: the report is the answer.
     """
     chosen = config if config is not None else FusionConfig.load()
     if isinstance(model, torch.export.ExportedProgram):
@@ -36,7 +36,8 @@ def explain(
     reports: dict[str, Report] = {}
 
     def inspect(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        reports[pipeline.graph_id()] = pipeline.fuse(copy.deepcopy(module), chosen, texts=True)
+        report = pipeline.fuse(copy.deepcopy(module), chosen, texts=True)
+        reports[report.graph] = report
         return module.forward
 
     # A model explained many times must not reach Dynamo's recompile limit and be run eagerly, with an empty report.

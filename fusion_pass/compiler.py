@@ -1,7 +1,8 @@
 """How the pass gets into `torch.compile`: as a backend of its own, or as options of backend="inductor".
 
-Both run the pass on every compilation, also when Inductor's caches hold the artefact already: the caches are looked up with the rewritten graph, so a
-warm start costs the pass (tens of milliseconds) and still reports. Nothing is set globally.
+Both run the pass on every compilation, also when Inductor's caches hold the artefact already: the caches are looked
+up with the rewritten graph, so a warm start costs the pass (tens of milliseconds) and still reports. Nothing is set
+globally.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from fusion_pass.errors import ConfigError
 from fusion_pass.report import Report
 
 CACHE_KEY_OPTION = "unsafe_marked_cacheable_functions"
-"""An Inductor option that maps names to cache keys and takes part in the key of every cache. One entry carries our uuid. The hook's own `uuid()` does
-not suffice: torch 2.11 ignores that of a pre-grad pass, and later versions do when the pass runs before the cache is looked up."""
+"""An Inductor option that maps names to cache keys and takes part in the key of every cache. One entry carries our
+uuid. The hook's own `uuid()` does not suffice: torch 2.11 ignores that of a pre-grad pass, and later versions do when
+the pass runs before the cache is looked up."""
 
 
 class FusionBackend:
@@ -43,9 +45,7 @@ class FusionBackend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         config = self.config if self.config is not None else FusionConfig.load()
-        report = pipeline.fuse(module, config)
-        self.reports.append(report)
-        pipeline.conclude(report, config)
+        pipeline.conclude(pipeline.fuse(module, config), config, self.reports)
         if self.inner is not None:
             return self.inner(module, example_inputs)  # type: ignore[no-any-return]
         return _inductor(module, example_inputs, mode, options, config)
@@ -75,8 +75,9 @@ def inductor_options(
 ) -> dict[str, Any]:
     """Options for `torch.compile(model, options=...)` on backend="inductor", with the pass in Inductor's pre-grad hook.
 
-    `options`: the caller's own Inductor options, kept. A `pre_grad_custom_pass` among them, or else the one set in `torch._inductor.config` at the time of
-    this call, runs before ours. `torch.compile` takes either a mode or options; for a mode use `{**torch._inductor.list_mode_options(mode)}` here.
+    `options`: the caller's own Inductor options, kept. A `pre_grad_custom_pass` among them, or else the one set in
+    `torch._inductor.config` at the time of this call, runs before ours. `torch.compile` takes either a mode or
+    options; for a mode use `{**torch._inductor.list_mode_options(mode)}` here.
     """
     from torch._inductor import config as inductor_config
 
@@ -109,13 +110,17 @@ def _cache_key(config: FusionConfig) -> dict[str, str]:
 
 
 def _inductor(
-    module: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None, config: FusionConfig
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    config: FusionConfig,
 ) -> Callable[..., Any]:
     from torch._inductor import list_mode_options
 
     patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
     if config.enabled:
         patches[CACHE_KEY_OPTION] = {**patches.get(CACHE_KEY_OPTION, {}), **_cache_key(config)}
-    # The wrapper of torch.compile(backend="inductor") checks names and types of options; it is what a user's options met without us.
+    # What torch.compile(backend="inductor") itself calls: it checks the names and types of a user's options.
     inductor = torch._TorchCompileInductorWrapper(None, patches, None)
     return inductor(module, example_inputs)  # type: ignore[no-any-return]

@@ -2,9 +2,10 @@
 
     keywords   <   environment `FUSION_PASS_*`   <   command line
 
-The later place wins: a training script's author writes keywords, who operates the machine overrides them by the environment
-without editing, and a flag typed for this one run says it most exactly. The order applies to `FusionConfig.load(**keywords)` and
-`FusionConfig.from_args(args, **keywords)`. A `FusionConfig(...)` that was constructed directly is final: nothing overrides it.
+The later place wins: a training script's author writes keywords, who operates the machine overrides them by the
+environment without editing, and a flag typed for this one run says it most exactly. The order applies to
+`FusionConfig.load(**keywords)` and `FusionConfig.from_args(args, **keywords)`. A `FusionConfig(...)` that was
+constructed directly is final: nothing overrides it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class FusionConfig:
     Naming kernels is a request: a site that none of them can serve raises `FusionError`."""
 
     allow_reference: bool = False
-    """Also fuse into the `reference` kernel (plain ATen). For tests and machines without a fused kernel: right, not fast."""
+    """Also fuse into the `reference` kernel (plain ATen). For tests and machines without a fused kernel: right, not
+    fast."""
 
     deterministic: bool = False
     """Only kernels whose gradients are bit-reproducible. Also on when `torch.use_deterministic_algorithms` is."""
@@ -112,9 +114,12 @@ class FusionConfig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--fusion-pass` and one `--fusion-pass-NAME` per setting to `parser`; read them with `FusionConfig.from_args`."""
+    """Add `--fusion-pass` and one `--fusion-pass-NAME` per setting to `parser`; read them with
+    `FusionConfig.from_args`."""
     group = parser.add_argument_group("fusion pass", "fuse QK-norm + RoPE and attention inside torch.compile")
-    group.add_argument("--fusion-pass", dest=f"{_FLAG_DEST}enabled", action="store_true", default=None, help="turn it on")
+    group.add_argument(
+        "--fusion-pass", dest=f"{_FLAG_DEST}enabled", action="store_true", default=None, help="turn it on"
+    )
     for field in fields(FusionConfig):
         if field.name == "enabled":
             continue
@@ -134,7 +139,7 @@ def _parse_bool(text: str) -> bool:
         return True
     if lowered in ("", "0", "false", "no", "off"):
         return False
-    raise ConfigError(f"{text!r} is not a switch; write 1 or 0.")
+    raise ConfigError(f"{text!r} is no switch; write 1 or 0.")
 
 
 def _parse_names(text: str) -> tuple[str, ...]:
@@ -164,7 +169,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The settings present in `environment`. An unknown `FUSION_PASS_*` name raises: a misspelt switch must not be silent."""
+    """The settings present in `environment`. An unknown `FUSION_PASS_*` name raises: a misspelt switch must not be
+    silent."""
     found: dict[str, Any] = {}
     for variable, text in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX):

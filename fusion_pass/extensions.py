@@ -2,8 +2,8 @@
 
 A package adds a fusion without any change here by an entry point in the group `fusion_pass.patterns`:
 
-    [project.entry-points."fusion_pass.patterns"]
-    my_fusion = "my_package.my_fusion:PATTERN"        # an object with the attributes of `fusion_pass.patterns.base.Pattern`
+    [project.entry-points."fusion_pass.patterns"] my_fusion = "my_package.my_fusion:PATTERN"        # an object with
+    the attributes of `fusion_pass.patterns.base.Pattern`
 
 or, inside one program, by `fusion_pass.register(PATTERN)`. Nothing is imported before the first graph is compiled.
 """
@@ -25,7 +25,8 @@ _registered: dict[str, Pattern] = {}
 
 
 def register(pattern: Pattern) -> Pattern:
-    """Add `pattern` for every graph this process compiles from now on. Returns it, so that it can be a decorator's result.
+    """Add `pattern` for every graph this process compiles from now on. Returns it, so that it can be a decorator's
+    result.
 
     Raises `ConfigError` when it is no pattern or when its name is taken.
     """
@@ -65,4 +66,3 @@ def _checked(pattern: object, source: str) -> Pattern:
     if isinstance(pattern, type) or not isinstance(pattern, Pattern):
         raise ConfigError(f"{source} got {pattern!r}; a pattern is an object with a `name` and a method `find(graph)`.")
     return pattern
-

@@ -13,7 +13,20 @@ _VALUE_KEYS = ("example_value", "val")
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
+    for name in (
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+    )
 ) | {operator.setitem, operator.delitem, operator.imatmul}
 
 _GRAD_MODE = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled})

@@ -20,8 +20,8 @@ GraphPass = Callable[[fx.Graph], None]
 class FusionHook(CustomGraphPass):
     """One callable for Inductor's slot (torch 2.11 and 2.12 take no list): the earlier pass or passes, then ours.
 
-    Inductor calls it once for each body of a higher-order operator and then for the graph itself. The bodies are left to that last call,
-    which reaches them too and reports on the whole.
+    Inductor calls it once for each body of a higher-order operator and then for the graph itself. The bodies are left
+    to that last call, which reaches them too and reports on the whole.
     """
 
     def __init__(self, config: FusionConfig, earlier: GraphPass | Sequence[GraphPass] | None) -> None:
@@ -35,9 +35,7 @@ class FusionHook(CustomGraphPass):
         module = graph.owning_module
         if module is None or not _is_captured_whole(module):
             return
-        report = pipeline.fuse(module, self.config)
-        self.reports.append(report)
-        pipeline.conclude(report, self.config)
+        pipeline.conclude(pipeline.fuse(module, self.config), self.config, self.reports)
 
     def uuid(self) -> bytes | None:
         """Ours and those of the earlier passes; None when one of them has none, as Inductor expects."""
@@ -54,7 +52,9 @@ def _as_passes(earlier: Any) -> tuple[GraphPass, ...]:
     passes = () if earlier is None else tuple(earlier) if isinstance(earlier, list | tuple) else (earlier,)
     for graph_pass in passes:
         if not callable(graph_pass):
-            raise ConfigError(f"pre_grad_custom_pass is {graph_pass!r}; it takes a callable on a graph, or a sequence of them.")
+            raise ConfigError(
+                f"pre_grad_custom_pass is {graph_pass!r}; it takes a callable on a graph, or a sequence of them."
+            )
         if isinstance(graph_pass, FusionHook):
             raise ConfigError("pre_grad_custom_pass holds the fusion pass already; call inductor_options once.")
     return passes

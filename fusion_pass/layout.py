@@ -1,7 +1,8 @@
 """Strides: does it matter that a replaced value is laid out differently, and what restores the old layout.
 
-Strides are not part of a value, but a reader can depend on them: `view` fails on some, `as_strided` reads through them, and a caller sees those
-of a graph output. Whether one does is found by evaluating the readers on fake tensors with the new strides until the strides are the old ones again.
+Strides are not part of a value, but a reader can depend on them: `view` fails on some, `as_strided` reads through
+them, and a caller sees those of a graph output. Whether one does is found by evaluating the readers on fake tensors
+with the new strides until the strides are the old ones again.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch.utils._pytree import tree_leaves
 from fusion_pass.graph.site import Step
 from fusion_pass.graph_facts import fake_value, may_write
 
-_READS_STRIDES = frozenset({"as_strided", "as_strided_scatter", "stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"})
+_READS_STRIDES = frozenset(
+    {"as_strided", "as_strided_scatter", "stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"}
+)
 
 _LIMIT = 64
-"""Readers evaluated before the answer is 'depends': a layout that travels this far ends at the graph's output anyway."""
+"""Readers evaluated before the answer is 'depends': a layout that travels this far ends at the graph's output
+anyway."""
 
 
 def same_size(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -38,7 +42,8 @@ def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def first_layout_reader(node: fx.Node, value: torch.Tensor, inside: frozenset[fx.Node]) -> fx.Node | None:
-    """The first reader of `node`, direct or through others, that depends on its strides when it becomes `value`; None if none does.
+    """The first reader of `node`, direct or through others, that depends on its strides when it becomes `value`; None
+    if none does.
 
     Nodes of `inside` are not readers: they go away.
     """
@@ -56,7 +61,11 @@ def first_layout_reader(node: fx.Node, value: torch.Tensor, inside: frozenset[fx
         original = fake_value(reader)
         if _same_everywhere(value, original):
             continue
-        if not isinstance(value, torch.Tensor) or not isinstance(original, torch.Tensor) or not same_size(value, original):
+        if (
+            not isinstance(value, torch.Tensor)
+            or not isinstance(original, torch.Tensor)
+            or not same_size(value, original)
+        ):
             return reader
         values[reader] = value
         for user in reader.users:

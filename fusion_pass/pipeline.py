@@ -26,25 +26,36 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
     Raises `FusionError` as `FusionConfig` describes; the module is then not to be used.
     """
     if not config.enabled:
-        return Report()
+        return Report(graph=graph_id())
     started = time.perf_counter()
     before = _text(module) if texts else ""
     verifier = Verifier(config)
     sites = [site for graph_module in _bodies_first(module) for site in _fuse_one(graph_module, config, verifier)]
     report.log.debug("fused %d sites in %.1f ms", len(sites), 1e3 * (time.perf_counter() - started))
-    return Report(tuple(sites), before, _text(module) if texts else "")
+    return Report(tuple(sites), before, _text(module) if texts else "", graph_id())
 
 
-def conclude(result: Report, config: FusionConfig) -> None:
-    """Publish the report of one whole captured graph and hold it against what was asked for."""
+def conclude(result: Report, config: FusionConfig, history: list[Report]) -> None:
+    """Publish the report of one whole captured graph, append it to `history`, and hold it against what was asked for.
+
+    When Dynamo starts a compilation over (under `dynamic=True` it does), the new attempt's report replaces the last one.
+    """
+    if history and result.graph == history[-1].graph and _is_new_attempt():
+        history.pop()
+    history.append(result)
     if config.enabled:
-        report.publish(result, config, graph_id())
+        report.publish(result, config)
         report.check_expectations(result, config)
 
 
 def graph_id() -> str:
     """Dynamo's name of the graph being compiled (`frame/recompile`); the attempts of one compilation share it."""
     return str(CompileContext.current_compile_id() or "?")
+
+
+def _is_new_attempt() -> bool:
+    context = CompileContext.try_get()
+    return context is not None and context.attempt > 0
 
 
 def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) -> list[SiteReport]:

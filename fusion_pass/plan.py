@@ -4,7 +4,8 @@
                                             │                 │
                                             └── Unplannable ──┘   a sentence for the report
 
-The nodes a rewrite will insert are evaluated here on fake tensors, so `rewrite.py` only edits, and a site is rewritten whole or not at all.
+The nodes a rewrite will insert are evaluated here on fake tensors, so `rewrite.py` only edits, and a site is
+rewritten whole or not at all.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Nod
     call = site.call
     target = _overload(call)
     operands = {
-        name: Operand(_current(operand.node, renamed), operand.steps) for name, operand in call.tensors.items() if operand
+        name: Operand(_current(operand.node, renamed), operand.steps)
+        for name, operand in call.tensors.items()
+        if operand
     }
     _check_single_reader(site)
     after = _insertion_point(site, [operand.node for operand in operands.values()])
@@ -127,14 +130,16 @@ def _check_single_reader(site: Site) -> None:
     for node in site.region - replaced:
         for user in node.users:
             if user not in site.region and user not in replaced:
-                raise Unplannable(f"{node.name!r} is computed inside the site and also read outside it, by {user.name!r}.")
+                raise Unplannable(
+                    f"{node.name!r} is computed inside the site and also read outside it, by {user.name!r}."
+                )
 
 
 def _insertion_point(site: Site, operands: list[fx.Node]) -> fx.Node:
     """The node after which the call goes: behind all it reads, before every reader of what it replaces.
 
-    Normally the anchor. When a result is read before the anchor (q is used before k is finished), the call moves up to that reader,
-    provided nothing writes to memory on the way.
+    Normally the anchor. When a result is read before the anchor (q is used before k is finished), the call moves up
+    to that reader, provided nothing writes to memory on the way.
     """
     replaced = {output.node for output in site.outputs}
     readers = [user for node in replaced for user in node.users if user not in site.region and user not in replaced]
@@ -142,10 +147,14 @@ def _insertion_point(site: Site, operands: list[fx.Node]) -> fx.Node:
     if readers and min(readers) < after:
         after = min(readers).prev
         if any(may_write(node) and node not in site.region for node in _between(after, site.anchor)):
-            raise Unplannable(f"{min(readers).name!r} reads a result before the site ends, and memory is written in between.")
+            raise Unplannable(
+                f"{min(readers).name!r} reads a result before the site ends, and memory is written in between."
+            )
     late = [node for node in operands if after < node]
     if late:
-        raise Unplannable(f"{late[0].name!r}, which the call reads, is computed only after a result of the site is read.")
+        raise Unplannable(
+            f"{late[0].name!r}, which the call reads, is computed only after a result of the site is read."
+        )
     first = min(replaced | {after})
     if any(sets_grad_mode(node) for node in _between(first, max(replaced | {after}))):
         raise Unplannable("The grad mode changes inside the site.")
@@ -193,8 +202,9 @@ def _through(steps: tuple[Step, ...], value: torch.Tensor) -> tuple[torch.Tensor
 def _literal(site: Site, name: str, option: Literal | fx.Node) -> Literal:
     """A scalar the graph computes becomes its value, guarded: another value at run time recompiles.
 
-    Under `dynamic=True` Dynamo turns a float attribute of a module (eps) into a graph input read by `.item()`. A symbolic eps would reach every
-    kernel as a run-time argument and has no benefit; `float()` of the symbolic value records the guard.
+    Under `dynamic=True` Dynamo turns a float attribute of a module (eps) into a graph input read by `.item()`. A
+    symbolic eps would reach every kernel as a run-time argument and has no benefit; `float()` of the symbolic value
+    records the guard.
     """
     if not isinstance(option, fx.Node):
         return option
@@ -232,7 +242,9 @@ def _choose_kernel(
         return choice.kernel.name
     if config.kernels is not None:
         asked = ", ".join(config.kernels)
-        raise FusionError(f"kernels={asked} was asked for, but cannot serve {site.fusion} of {site.layer!r}: {choice.sentence()}")
+        raise FusionError(
+            f"kernels={asked} was asked for, but cannot serve {site.fusion} of {site.layer!r}: {choice.sentence()}"
+        )
     raise Unplannable(f"No kernel for {request.device.type}: {choice.sentence()}")
 
 
@@ -247,13 +259,17 @@ def _result(site: Site, output: Output, value: Any) -> Result:
     got = values[-1]
     for what in ("dtype", "device"):
         if getattr(got, what) != getattr(original, what):
-            raise Unplannable(f"{output.node.name!r} has {what} {getattr(original, what)}, the call gives {getattr(got, what)}.")
+            raise Unplannable(
+                f"{output.node.name!r} has {what} {getattr(original, what)}, the call gives {getattr(got, what)}."
+            )
     if not same_size(got, original):
         raise Unplannable(f"{output.node.name!r} has shape {list(original.shape)}, the call gives {list(got.shape)}.")
     steps = output.steps
     if not same_layout(got, original) and (reader := first_layout_reader(output.node, got, site.region)) is not None:
         extra = steps_to_layout(original)
         if extra is None:
-            raise Unplannable(f"{reader.name!r} depends on the strides of {output.node.name!r}, which the call cannot give.")
+            raise Unplannable(
+                f"{reader.name!r} depends on the strides of {output.node.name!r}, which the call cannot give."
+            )
         steps, values = (*steps, *extra), (*values, *_through(extra, got)[1:])
     return Result(output.node, output.index, steps, values)

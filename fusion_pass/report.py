@@ -60,7 +60,10 @@ class Report:
     """The graph as captured, as text; empty unless asked for."""
     after: str = field(default="", repr=False)
     """The graph as rewritten, as text; empty unless asked for."""
+    graph: str = ""
+    """Dynamo's name of the graph (`frame/recompile`), or `?` outside a compilation."""
     graphs: int = 1
+    """Number of captured graphs this report covers."""
 
     @property
     def fused(self) -> tuple[SiteReport, ...]:
@@ -100,6 +103,7 @@ def merged(reports: Iterable[Report]) -> Report:
         sites=tuple(site for part in parts for site in part.sites),
         before="\n".join(part.before for part in parts if part.before),
         after="\n".join(part.after for part in parts if part.after),
+        graph=" ".join(part.graph for part in parts),
         graphs=sum(part.graphs for part in parts),
     )
 
@@ -108,7 +112,12 @@ def fused(plan: Planned) -> SiteReport:
     """The record of a site that is rewritten."""
     tensors = {name: _tensor_text(moved.value) for name, moved in plan.tensors.items()}
     return SiteReport(
-        plan.site.fusion, plan.site.layer, FUSED, "", plan.kernel, {**tensors, **_json_ready(plan.options), **_notes(plan.site)}
+        plan.site.fusion,
+        plan.site.layer,
+        FUSED,
+        "",
+        plan.kernel,
+        {**tensors, **_json_ready(plan.options), **_notes(plan.site)},
     )
 
 
@@ -141,7 +150,9 @@ def check_expectations(report: Report, config: FusionConfig) -> None:
     """Raise `FusionError` when `strict` or `expect` asks for what this graph does not give."""
     if config.expect is not None:
         wanted = config.expect if isinstance(config.expect, int) else dict(config.expect)
-        found: Any = len(report.fused) if isinstance(wanted, int) else {name: report.counts.get(name, 0) for name in wanted}
+        found: Any = (
+            len(report.fused) if isinstance(wanted, int) else {name: report.counts.get(name, 0) for name in wanted}
+        )
         if found != wanted:
             raise FusionError(
                 f"expect is {wanted}, but {found} were fused in this graph. {_inventory(report)} "
@@ -162,10 +173,11 @@ def _inventory(report: Report) -> str:
 _warned: set[str] = set()
 
 
-def publish(report: Report, config: FusionConfig, graph_id: str) -> None:
-    """Log the report, warn once about each inventory of refusals, hand it to `tlparse`, and write the JSON file if one is configured."""
+def publish(report: Report, config: FusionConfig) -> None:
+    """Log the report, warn once about each inventory of refusals, hand it to `tlparse`, and write the JSON file if
+    one is configured."""
     for line in str(report).splitlines():
-        log.log(config.level, "graph %s: %s", graph_id, line)
+        log.log(config.level, "graph %s: %s", report.graph, line)
     if report.skipped and (inventory := _inventory(report)) not in _warned:
         _warned.add(inventory)
         log.warning("Not everything was fused. %s", inventory)
@@ -175,11 +187,12 @@ def publish(report: Report, config: FusionConfig, graph_id: str) -> None:
         payload_fn=lambda: json.dumps(report.to_dict()),
     )
     if config.report is not None:
-        _ReportFile.of(config.report).put(graph_id, report)
+        _ReportFile.of(config.report).put(report)
 
 
 class _ReportFile:
-    """The JSON file: the sites of every graph this process compiled, a recompiled graph in the place of its first attempt."""
+    """The JSON file: the sites of every graph this process compiled, a recompiled graph in the place of its first
+    attempt."""
 
     _open: dict[str, _ReportFile] = {}  # noqa: RUF012  (one per path and process, on purpose)
 
@@ -191,8 +204,8 @@ class _ReportFile:
     def of(cls, path: str) -> _ReportFile:
         return cls._open.setdefault(path, cls(path))
 
-    def put(self, graph_id: str, report: Report) -> None:
-        self.graphs[graph_id] = replace(report, before="", after="")
+    def put(self, report: Report) -> None:
+        self.graphs[report.graph] = replace(report, before="", after="")
         sites = [{**site.to_dict(), "graph": graph} for graph, part in self.graphs.items() for site in part.sites]
         content = json.dumps({"sites": sites, "counts": merged(self.graphs.values()).counts}, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)

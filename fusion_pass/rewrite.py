@@ -1,4 +1,5 @@
-"""Rewrite: the only step that changes a graph. A `Planned` site has been checked and evaluated already; this file only edits."""
+"""Rewrite: the only step that changes a graph. A `Planned` site has been checked and evaluated already; this file
+only edits."""
 
 from __future__ import annotations
 
@@ -75,7 +76,12 @@ def _erase_dead(nodes: Iterable[fx.Node]) -> None:
     queue = sorted(region, reverse=True)
     while queue:
         node = queue.pop(0)
-        if node.users or node._erased or node.op in ("placeholder", "output") or (may_write(node) and node not in region):
+        if (
+            node.users
+            or node._erased
+            or node.op in ("placeholder", "output")
+            or (may_write(node) and node not in region)
+        ):
             continue
         inputs = node.all_input_nodes
         node.graph.erase_node(node)

@@ -1,0 +1,92 @@
+"""The caches: a changed source never meets an old artefact, and a warm start still reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusion_pass import FusionConfig
+from fusion_pass.identity import sources_digest, uuid
+
+SCRIPT = """
+import json, sys, torch
+sys.path.insert(0, {tests!r})
+import toy, fusion_pass
+from fusion_pass import extensions, identity
+from torch._dynamo.utils import counters
+extensions.BUILT_IN = ()
+fusion_pass.register(toy.ScaledSin())
+identity.sources_digest = lambda roots: {sources!r}
+model = lambda x: torch.sin(x) * 3.0 + 1
+config = fusion_pass.FusionConfig()
+if {hook}:
+    options = fusion_pass.inductor_options(config)
+    compiled, owner = torch.compile(model, options=options), options["pre_grad_custom_pass"]
+else:
+    owner = fusion_pass.backend(config)
+    compiled = torch.compile(model, backend=owner)
+x = torch.linspace(0, 1, 8, requires_grad=True)
+compiled(x).sum().backward()
+found = counters["aot_autograd"]
+print(json.dumps(dict(hit=found["autograd_cache_hit"], miss=found["autograd_cache_miss"], bypass=found["autograd_cache_bypass"],
+                      counts=owner.reports[-1].counts, gradient=float((x.grad - 3 * torch.cos(x)).abs().max()))))
+"""
+
+
+def compile_once(cache: Path, *, hook: bool, sources: bytes = b"one") -> dict[str, object]:
+    script = SCRIPT.format(tests=str(Path(__file__).parent), hook=hook, sources=sources)
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result.pop("gradient") < 1e-6
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", [False, True], ids=["backend", "inductor_options"])
+def test_a_second_process_hits_the_cache_and_still_reports(tmp_path: Path, hook: bool) -> None:
+    cold = compile_once(tmp_path, hook=hook)
+    warm = compile_once(tmp_path, hook=hook)
+    changed = compile_once(tmp_path, hook=hook, sources=b"two")
+    counts = {"scaled_sin": 1}
+    assert cold == {"hit": 0, "miss": 1, "bypass": 0, "counts": counts}
+    assert warm == {"hit": 1, "miss": 0, "bypass": 0, "counts": counts}
+    assert changed == {"hit": 0, "miss": 1, "bypass": 0, "counts": counts}
+
+
+def test_the_digest_follows_every_source_file(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    kernel, note = tmp_path / "kernels" / "k.cu", tmp_path / "notes.txt"
+    kernel.write_text("a")
+    first = sources_digest([tmp_path])
+    note.write_text("not a source")
+    assert sources_digest([tmp_path]) == first
+    kernel.write_text("b")
+    second = sources_digest([tmp_path])
+    kernel.rename(tmp_path / "kernels" / "l.cu")
+    third = sources_digest([tmp_path])
+    assert len({first, second, third}) == 3
+
+
+def test_the_digest_covers_pass_patterns_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusion_pass import identity
+
+    seen: list[Path] = []
+    monkeypatch.setattr(identity, "sources_digest", lambda roots: seen.extend(roots) or b"")
+    identity._code_digest.__wrapped__(())
+    files = {file.name for root in seen for file in root.rglob("*.py")}
+    assert {"plan.py", "site.py", "base.py", "registry.py"} <= files
+
+
+def test_uuid_follows_what_shapes_the_graph() -> None:
+    base = uuid(FusionConfig())
+    assert len(base) == 32
+    assert uuid(FusionConfig(report="r.json", log_level="debug")) == base
+    assert uuid(FusionConfig(allow_reference=True)) != base
+    assert uuid(FusionConfig(skip_fusions=("rope",))) != base
