@@ -225,7 +225,7 @@ def _problem(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> Problem:
-    """The checked arguments, resolved. `deterministic` only matters for the choice of the kernel."""
+    """The checked arguments, resolved."""
     conditions = (q_segment_ids, k_segment_ids, cu_seqlens_q, cu_seqlens_k)
     check(q, k, v, mask, sinks, *conditions, causal, window_left, window_right, softcap)
     seen = resolve(
@@ -240,7 +240,9 @@ def _problem(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    return Problem(q, k, v, sinks, seen, q.shape[3] ** -0.5 if scale is None else scale, softcap)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return Problem(q, k, v, sinks, seen, scale, softcap, deterministic)
 
 
 # --- choice of the kernel ------------------------------------------------------------------------------------------------------------

@@ -87,6 +87,8 @@ class Problem:
     scale: float
     softcap: float
     """0: none."""
+    deterministic: bool = False
+    """Gradients must have the same bits in every run."""
 
     def empty_out(self, order: str) -> Tensor:
         """`[B, Sq, Hq, Dv]` in q's dtype, in memory `bshd` or `bhsd`."""
