@@ -581,7 +581,7 @@ def _getitem(reader: IndexReader, node: fx.Node, x: Any, index: Any) -> Element:
 
 
 def _gather(reader: IndexReader, node: fx.Node, index: fx.Node, behind: int) -> Linear:
-    """The position that an index tensor names, in the axes of `node`, `behind` of which stand right of the gathered ones."""
+    """The position an index tensor names, in the axes of `node`, `behind` of which stand right of the gathered ones."""
     element = reader.argument(index, node)
     if not isinstance(element, Linear) or not terms.not_negative(element):
         raise Unreadable("an index that may count from the end")

@@ -1,12 +1,12 @@
 """Formulas of a position: what an element of an index or mask tensor is, for every position at once.
 
-A mask of a model is built from `arange`, comparisons and look-ups. Each of its elements is then one and the same formula
-of its position, such as `j - i <= 0` (causal), and the formula says what the mask is for every length, without a single
-S x S tensor.
+A mask of a model is built from `arange`, comparisons and look-ups. Each of its elements is then one and the same
+formula of its position, such as `j - i <= 0` (causal), and the formula says what the mask is for every length, without
+a single S x S tensor.
 
     Element  Linear | Formula | Number | Select | Unknown          one element of a tensor
-    Linear   constant + sum of integer * atom                      an integer; the constant may hold a dynamic graph's symbols
-    atom     Axis | Entry | Quotient | Magnitude                   a coordinate, data, a floor division, an absolute value
+    Linear   constant + sum of integer * atom                      an integer; constants may hold the symbols of sizes
+    atom     Axis | Entry | Quotient | Magnitude                   coordinate, data, floor division, absolute value
     Formula  Truth | AtMostZero | IsZero | Fact | Not | All | Any  a truth value
 
 Axes are counted from the right, from 1: a tensor broadcast against another keeps its formula as it is.
@@ -385,7 +385,7 @@ def axes_in(value: Linear | Entry) -> frozenset[int]:
 
 
 def within(formula: Formula, extent: Mapping[int, Size]) -> Formula:
-    """`formula` for positions with `0 <= axis n < extent[n]`: a condition that always or never holds becomes a truth."""
+    """`formula` for positions with `0 <= axis n < extent[n]`: conditions that always or never hold go."""
     match formula:
         case AtMostZero(linear):
             return _decided(at_most_zero(_narrowed(linear, extent)), extent)

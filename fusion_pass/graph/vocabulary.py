@@ -93,10 +93,23 @@ def operation(node: fx.Node) -> str:
         name = str(node.target)
     elif node.op == "call_function":
         target = node.target
-        name = target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+        if isinstance(target, torch._ops.OpOverload):
+            name = target._opname if target.namespace in ("aten", "prims") else target.name()
+        elif _is_of_pytorch(target):
+            name = getattr(target, "__name__", str(target))
+        else:
+            name = f"{target.__module__}.{getattr(target, '__name__', target)}"
     else:
         return node.op
     return _ALIASES.get(name, name)
+
+
+def _is_of_pytorch(target: Any) -> bool:
+    """Whether a function is PyTorch's or Python's own: a user's `add` may be anything."""
+    module = getattr(target, "__module__", None) or "builtins"
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return module in ("torch._ops.aten", "torch._ops.prims")
+    return module.split(".")[0] in ("torch", "_operator", "operator", "builtins", "math")
 
 
 def in_place(node: fx.Node) -> str | None:
