@@ -19,7 +19,8 @@ from fusion_pass.patterns.base import Pattern
 
 ENTRY_POINT_GROUP = "fusion_pass.patterns"
 
-BUILT_IN = ("fusion_pass.patterns.norm_rope",)
+BUILT_IN = (("fusion_pass.patterns.norm_rope", "NormRope"),)
+"""Module and class of the patterns that come with the pass."""
 
 _registered: dict[str, Pattern] = {}
 
@@ -51,9 +52,9 @@ def patterns() -> tuple[Pattern, ...]:
 @functools.cache
 def _installed() -> tuple[Pattern, ...]:
     found: dict[str, Pattern] = {}
-    for module in BUILT_IN:
-        for pattern in importlib.import_module(module).PATTERNS:
-            found[pattern.name] = _checked(pattern, module)
+    for module, class_name in BUILT_IN:
+        pattern = _checked(getattr(importlib.import_module(module), class_name)(), module)
+        found[pattern.name] = pattern
     for point in entry_points(group=ENTRY_POINT_GROUP):
         pattern = _checked(point.load(), f"the entry point {point.value!r}")
         if pattern.name in found:
