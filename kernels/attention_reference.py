@@ -31,9 +31,11 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
         lse.copy_(torch.logsumexp(columns, dim=-1))
     else:
         lse.fill_(float("-inf"))
+    # Not exp(scores - lse), which loses the digits of a large lse.
+    probabilities = torch.softmax(columns, dim=-1)[..., : scores.shape[-1]]
+    probabilities = probabilities.masked_fill((lse == float("-inf"))[..., None], 0)
     out = problem.empty_out(order)
-    values = _per_query_head(problem.v, q).to(scores.dtype)
-    out.copy_(torch.einsum("bhqk,bkhd->bqhd", _probabilities(scores, lse), values))
+    out.copy_(torch.einsum("bhqk,bkhd->bqhd", probabilities, _per_query_head(problem.v, q).to(scores.dtype)))
     return out, lse
 
 
