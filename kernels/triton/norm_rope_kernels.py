@@ -1,0 +1,640 @@
+"""The norm + rotation kernels: one forward, one backward, one reduction, for every variant of `docs/operators.md`.
+
+Data flow and memory traffic, for T tokens, Hq + Hk heads of D lanes, e bytes an element, tables of t bytes a token:
+
+    forward    one program = one tile of BT tokens x BH heads of q, of k, or of v (copied); head tiles of the same tokens are neighbours in the
+               grid, so that the tables come from the L2 after the first.                    bytes = T (2 (Hq + Hk) D e + t) (+ 2 T Hv D e for v)
+    backward   persistent programs walk over token blocks; a program takes all heads of its tokens, the next head tile being loaded before this one
+               is stored. x is read again and its norm recomputed, nothing is saved.           bytes = T (3 (Hq + Hk) D e + 2 Hv D e + t)
+               Gradients of weights and biases accumulate in registers as whole tiles; a program writes one row of partial sums.
+    reduction  sums the rows in a fixed order: the same bits on every run.
+
+With a norm over the whole hidden row (OLMo 2), or one weight row a head (Cohere), a tile holds all heads of a token.
+Arithmetic is in ACC (float32, float64 for float64); there is one rounding, in the store.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .lanes import (
+    load_lanes,
+    load_parameter,
+    load_tables,
+    norm_backward,
+    rotate,
+    rotate_transposed,
+    standardise,
+    store_lanes,
+    tile_mask,
+    tile_pointers,
+)
+
+# Sizes and strides are not specialised on: alignment comes from VEC, and one binary serves every batch and sequence length.
+FORWARD_INTEGERS = (
+    "S",
+    "blocks_per_sequence",
+    "table_r",
+    "table_b",
+    "table_s",
+    "position_r",
+    "position_b",
+    "position_s",
+    "max_position",
+    "q_b",
+    "q_s",
+    "q_g",
+    "q_h",
+    "k_b",
+    "k_s",
+    "k_h",
+    "v_b",
+    "v_s",
+    "v_h",
+    "qo_b",
+    "qo_s",
+    "qo_h",
+    "ko_b",
+    "ko_s",
+    "ko_h",
+    "vo_b",
+    "vo_s",
+    "vo_h",
+)
+
+
+@triton.jit
+def copy_heads(source, target, mask, D: tl.constexpr, PAD: tl.constexpr):
+    """Move the heads at `source` to `target`."""
+    i = tl.arange(0, PAD)[None, None, :]
+    tl.store(target + i, tl.load(source + i, mask=mask & (i < D), other=0), mask=mask & (i < D))
+
+
+@triton.jit
+def forward_tile(
+    source,
+    target,
+    mask,
+    W,
+    BIAS,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    h0,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    START: tl.constexpr,
+    L: tl.constexpr,
+    P: tl.constexpr,
+    ROTATE: tl.constexpr,
+    READS_ADJACENT: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr,
+    NORM: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Normalise and rotate one tile."""
+    a, b, rest = load_lanes(source, mask, D, R, START, L, P, READS_ADJACENT)
+    a = a.to(ACC)
+    b = b.to(ACC)
+    rest = rest.to(ACC)
+    if ROTATE and not NORM_FIRST:
+        a, b = rotate(a, b, cos_a, cos_b, sin_a, sin_b)
+    if NORM != "none":
+        a, b, rest, _ = standardise(a, b, rest, mask, H, D, R, START, L, P, NORM, HIDDEN, EPS)
+        # The parameters belong to the lanes of what is normalised: the input, or the rotated result.
+        PARAMETER_ADJACENT: tl.constexpr = READS_ADJACENT if NORM_FIRST else WRITES_ADJACENT
+        if HAS_WEIGHT:
+            wa, wb, wrest = load_parameter(
+                W, h0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, NORM == "rms_one_plus", ACC, BH
+            )
+            a = a * wa
+            b = b * wb
+            if P > 0:
+                rest = rest * wrest
+        if HAS_BIAS:
+            wa, wb, wrest = load_parameter(BIAS, h0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, False, ACC, BH)
+            a = a + wa
+            b = b + wb
+            if P > 0:
+                rest = rest + wrest
+    if ROTATE and NORM_FIRST:
+        a, b = rotate(a, b, cos_a, cos_b, sin_a, sin_b)
+    store_lanes(target, mask, a, b, rest, D, R, START, L, P, WRITES_ADJACENT)
+
+
+@triton.jit(do_not_specialize=FORWARD_INTEGERS)
+def forward_kernel(
+    Q,
+    QO,
+    K,
+    KO,
+    V,
+    VO,
+    QW,
+    QB,
+    KW,
+    KB,
+    COS,
+    SIN,
+    POSITIONS,
+    S,
+    blocks_per_sequence,
+    table_r,
+    table_b,
+    table_s,
+    position_r,
+    position_b,
+    position_s,
+    max_position,
+    q_b,
+    q_s,
+    q_g,
+    q_h,
+    k_b,
+    k_s,
+    k_h,
+    v_b,
+    v_s,
+    v_h,
+    qo_b,
+    qo_s,
+    qo_h,
+    ko_b,
+    ko_s,
+    ko_h,
+    vo_b,
+    vo_s,
+    vo_h,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    START: tl.constexpr,
+    L: tl.constexpr,
+    P: tl.constexpr,
+    ROTATE: tl.constexpr,
+    READS_ADJACENT: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr,
+    CONJUGATE: tl.constexpr,
+    PER_LANE: tl.constexpr,
+    LANE_STRIDE: tl.constexpr,
+    GATHER: tl.constexpr,
+    MROPE: tl.constexpr,
+    SECTION_T: tl.constexpr,
+    SECTION_H: tl.constexpr,
+    SECTION_W: tl.constexpr,
+    NORM: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    EPS: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    HAS_QW: tl.constexpr,
+    HAS_QB: tl.constexpr,
+    HAS_KW: tl.constexpr,
+    HAS_KB: tl.constexpr,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    WIDE: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
+    BT: tl.constexpr,
+    BHQ: tl.constexpr,
+    BHK: tl.constexpr,
+    BHV: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    Q_TILES: tl.constexpr = (HQ + BHQ - 1) // BHQ
+    K_TILES: tl.constexpr = (HK + BHK - 1) // BHK
+    V_TILES: tl.constexpr = (HV + BHV - 1) // BHV
+    TILES: tl.constexpr = Q_TILES + K_TILES + V_TILES
+    program = tl.program_id(0)
+    tile = program % TILES
+    block = program // TILES
+    batch = block // blocks_per_sequence
+    s0 = (block % blocks_per_sequence) * BT
+    if tile < Q_TILES:
+        h0 = tile * BHQ
+        mask = tile_mask(s0, S, h0, HQ, BT, BHQ, WHOLE_BLOCKS)
+        cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
+        if ROTATE:
+            cos_a, cos_b, sin_a, sin_b = load_tables(
+                COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0, S,
+                R, L, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT, CONJUGATE,
+                WHOLE_BLOCKS, ACC, BT, BHQ,
+            )  # fmt: skip
+        source = tile_pointers(Q, q_b, q_s, q_g, q_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BHQ)
+        target = tile_pointers(QO, qo_b, qo_s, 0, qo_h, batch, s0, h0, 0, VEC, WIDE, BT, BHQ)
+        forward_tile(
+            source, target, mask, QW, QB, cos_a, cos_b, sin_a, sin_b, h0, HQ, BHQ, HAS_QW, HAS_QB, PER_HEAD,
+            D, R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC,
+        )  # fmt: skip
+    elif tile < Q_TILES + K_TILES:
+        if HK > 0:
+            h0 = (tile - Q_TILES) * BHK
+            mask = tile_mask(s0, S, h0, HK, BT, BHK, WHOLE_BLOCKS)
+            cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
+            if ROTATE:
+                cos_a, cos_b, sin_a, sin_b = load_tables(
+                    COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0,
+                    S, R, L, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
+                    CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHK,
+                )  # fmt: skip
+            source = tile_pointers(K, k_b, k_s, 0, k_h, batch, s0, h0, 0, VEC, WIDE, BT, BHK)
+            target = tile_pointers(KO, ko_b, ko_s, 0, ko_h, batch, s0, h0, 0, VEC, WIDE, BT, BHK)
+            forward_tile(
+                source, target, mask, KW, KB, cos_a, cos_b, sin_a, sin_b, h0, HK, BHK, HAS_KW, HAS_KB, PER_HEAD,
+                D, R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC,
+            )  # fmt: skip
+    else:
+        if HV > 0:
+            h0 = (tile - Q_TILES - K_TILES) * BHV
+            mask = tile_mask(s0, S, h0, HV, BT, BHV, WHOLE_BLOCKS)
+            source = tile_pointers(V, v_b, v_s, 0, v_h, batch, s0, h0, 0, VEC, WIDE, BT, BHV)
+            target = tile_pointers(VO, vo_b, vo_s, 0, vo_h, batch, s0, h0, 0, VEC, WIDE, BT, BHV)
+            copy_heads(source, target, mask, D, PAD)
+
+
+@triton.jit
+def backward_tile(
+    ga,
+    gb,
+    grest,
+    xa,
+    xb,
+    xrest,
+    target,
+    mask,
+    wa,
+    wb,
+    wrest,
+    ba,
+    bb,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    H: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_X: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_TABLES: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    START: tl.constexpr,
+    L: tl.constexpr,
+    P: tl.constexpr,
+    ROTATE: tl.constexpr,
+    READS_ADJACENT: tl.constexpr,
+    NORM: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """dx of one tile, stored; and for the sums: the gradient of the norm's result g, g xhat, and the terms of the tables' gradients."""
+    ga = ga.to(ACC)
+    gb = gb.to(ACC)
+    grest = grest.to(ACC)
+    xa = xa.to(ACC)
+    xb = xb.to(ACC)
+    xrest = xrest.to(ACC)
+    # The rotation's input and the gradient of its result, for the tables' gradients.
+    na, nb, ya, yb = xa, xb, ga, gb
+    if ROTATE and NORM_FIRST:
+        ga, gb = rotate_transposed(ga, gb, cos_a, cos_b, sin_a, sin_b)
+    if ROTATE and HAS_X and not NORM_FIRST:
+        xa, xb = rotate(xa, xb, cos_a, cos_b, sin_a, sin_b)
+    # Gradient of the norm's result, for the parameters' gradients.
+    pa, pb, prest = ga, gb, grest
+    if NORM != "none":
+        xa, xb, xrest, r = standardise(xa, xb, xrest, mask, H, D, R, START, L, P, NORM, HIDDEN, EPS)
+        if NEEDS_TABLES and NORM_FIRST:
+            na, nb = xa, xb
+            if HAS_WEIGHT:
+                na = na * wa
+                nb = nb * wb
+            if HAS_BIAS:
+                na = na + ba
+                nb = nb + bb
+        ga, gb, grest = norm_backward(ga, gb, grest, xa, xb, xrest, r, wa, wb, wrest, H, D, P, NORM, HIDDEN, HAS_WEIGHT)
+    if not NORM_FIRST:
+        ya, yb = ga, gb
+        if ROTATE:
+            ga, gb = rotate_transposed(ga, gb, cos_a, cos_b, sin_a, sin_b)
+    if NEEDS_DX:
+        store_lanes(target, mask, ga, gb, grest, D, R, START, L, P, READS_ADJACENT)
+    return pa, pb, prest, pa * xa, pb * xb, prest * xrest, ya * na, yb * nb, ya * nb, yb * na
+
+
+BACKWARD_INTEGERS = (
+    "S",
+    "blocks_per_sequence",
+    "blocks",
+    "table_r",
+    "table_b",
+    "table_s",
+    "position_r",
+    "position_b",
+    "position_s",
+    "max_position",
+    "gq_b",
+    "gq_s",
+    "gq_h",
+    "q_b",
+    "q_s",
+    "q_g",
+    "q_h",
+    "dq_b",
+    "dq_s",
+    "dq_g",
+    "dq_h",
+    "gk_b",
+    "gk_s",
+    "gk_h",
+    "k_b",
+    "k_s",
+    "k_h",
+    "dk_b",
+    "dk_s",
+    "dk_h",
+    "gv_b",
+    "gv_s",
+    "gv_h",
+    "dv_b",
+    "dv_s",
+    "dv_h",
+)
+
+
+@triton.jit
+def load_gradient_and_input(
+    G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, h0, mask,
+    HAS_X: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr, L: tl.constexpr,
+    P: tl.constexpr, READS_ADJACENT: tl.constexpr, WRITES_ADJACENT: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """One tile of the gradient of the result and of the input (a second name for the gradient where no input is needed)."""
+    pointers = tile_pointers(G, g_b, g_s, 0, g_h, batch, s0, h0, 0, VEC, WIDE, BT, BH)
+    ga, gb, grest = load_lanes(pointers, mask, D, R, START, L, P, WRITES_ADJACENT)
+    xa, xb, xrest = ga, gb, grest
+    if HAS_X:
+        pointers = tile_pointers(X, x_b, x_s, x_g, x_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BH)
+        xa, xb, xrest = load_lanes(pointers, mask, D, R, START, L, P, READS_ADJACENT)
+    return ga, gb, grest, xa, xb, xrest
+
+
+@triton.jit
+def backward_block(
+    G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, DX, d_b, d_s, d_g, d_h, W, BIAS, cos_a, cos_b, sin_a, sin_b, batch, s0, S,
+    dwa, dwb, dwrest, dba, dbb, dbrest, dcos_a, dcos_b, dsin_a, dsin_b,
+    H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PER_HEAD: tl.constexpr, HAS_X: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr,
+    NEEDS_TABLES: tl.constexpr, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr, L: tl.constexpr, P: tl.constexpr,
+    ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr, WRITES_ADJACENT: tl.constexpr, NORM: tl.constexpr,
+    HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
+    WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """All heads of one stream for one block of tokens: stores dx, returns the running sums."""
+    TILES: tl.constexpr = (H + BH - 1) // BH
+    PARAMETER_ADJACENT: tl.constexpr = READS_ADJACENT if NORM_FIRST else WRITES_ADJACENT
+    zero = tl.full([], 0, tl.int32)
+    wa, wb, wrest = 0.0, 0.0, 0.0
+    ba, bb = 0.0, 0.0
+    if HAS_WEIGHT:
+        wa, wb, wrest = load_parameter(
+            W, 0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, NORM == "rms_one_plus", ACC, BH
+        )
+    if HAS_BIAS and NEEDS_TABLES:
+        ba, bb, _ = load_parameter(BIAS, 0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, False, ACC, BH)
+    mask = tile_mask(s0, S, 0, H, BT, BH, WHOLE_BLOCKS)
+    ga, gb, grest, xa, xb, xrest = load_gradient_and_input(
+        G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, zero, mask, HAS_X, GROUP, D, R, START, L, P, READS_ADJACENT,
+        WRITES_ADJACENT, VEC, WIDE, BT, BH,
+    )  # fmt: skip
+    for j in tl.static_range(TILES):
+        if j + 1 < TILES:
+            # Before the stores of this tile: the compiler may not move a load over a store that could alias it.
+            next_mask = tile_mask(s0, S, (j + 1) * BH, H, BT, BH, WHOLE_BLOCKS)
+            next_ga, next_gb, next_grest, next_xa, next_xb, next_xrest = load_gradient_and_input(
+                G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, zero + (j + 1) * BH, next_mask, HAS_X, GROUP, D, R, START,
+                L, P, READS_ADJACENT, WRITES_ADJACENT, VEC, WIDE, BT, BH,
+            )  # fmt: skip
+        target = tile_pointers(DX, d_b, d_s, d_g, d_h, batch, s0, zero + j * BH, GROUP, VEC, WIDE, BT, BH)
+        pa, pb, prest, pxa, pxb, pxrest, yna, ynb, yanb, ybna = backward_tile(
+            ga, gb, grest, xa, xb, xrest, target, mask, wa, wb, wrest, ba, bb, cos_a, cos_b, sin_a, sin_b, H, HAS_WEIGHT, HAS_BIAS,
+            HAS_X, NEEDS_DX, NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC,
+        )  # fmt: skip
+        if NEEDS_WEIGHT:
+            dwa += pxa
+            dwb += pxb
+            if P > 0:
+                dwrest += pxrest
+        if NEEDS_BIAS:
+            dba += pa
+            dbb += pb
+            if P > 0:
+                dbrest += prest
+        if NEEDS_TABLES:
+            dcos_a += tl.sum(yna, 1)[:, None, :]
+            dcos_b += tl.sum(ynb, 1)[:, None, :]
+            dsin_a -= tl.sum(yanb, 1)[:, None, :]
+            dsin_b += tl.sum(ybna, 1)[:, None, :]
+        if j + 1 < TILES:
+            mask = next_mask
+            ga, gb, grest, xa, xb, xrest = next_ga, next_gb, next_grest, next_xa, next_xb, next_xrest
+    return dwa, dwb, dwrest, dba, dbb, dbrest, dcos_a, dcos_b, dsin_a, dsin_b
+
+
+@triton.jit
+def store_partial(
+    row, a, b, rest, H: tl.constexpr, PER_HEAD: tl.constexpr, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr,
+    L: tl.constexpr, P: tl.constexpr, ADJACENT: tl.constexpr,
+):  # fmt: skip
+    """One program's sum of a parameter's gradient, in the parameter's own order of lanes, at `row`."""
+    BH: tl.constexpr = a.shape[1]
+    a = tl.sum(a, 0)
+    b = tl.sum(b, 0)
+    rest = tl.sum(rest, 0)
+    if PER_HEAD:
+        head = tl.arange(0, BH)[None, :, None]
+        store_lanes(row + head * D, head < H, a[None, :, :], b[None, :, :], rest[None, :, :], D, R, START, L, P, ADJACENT)
+    else:
+        a = tl.sum(a, 0)[None, None, :]
+        b = tl.sum(b, 0)[None, None, :]
+        rest = tl.sum(rest, 0)[None, None, :]
+        one = tl.full([1, 1, 1], 1, tl.int1)
+        store_lanes(row + tl.zeros([1, 1, 1], tl.int32), one, a, b, rest, D, R, START, L, P, ADJACENT)
+
+
+@triton.jit
+def zeros_like_lanes(
+    NEEDED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr
+):
+    """Accumulators of a parameter's gradient; of one element each where it is not needed."""
+    if NEEDED:
+        pair = tl.zeros([BT, BH, L], ACC)
+        rest = tl.zeros([BT, BH, P if P > 0 else 1], ACC)
+    else:
+        pair = tl.zeros([1, 1, 1], ACC)
+        rest = tl.zeros([1, 1, 1], ACC)
+    return pair, pair, rest
+
+
+@triton.jit(do_not_specialize=BACKWARD_INTEGERS)
+def backward_kernel(
+    GQ, Q, DQ, GK, K, DK, GV, DV, QW, QB, KW, KB, COS, SIN, POSITIONS, PARTIAL, DCOS, DSIN, S, blocks_per_sequence, blocks,
+    table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+    gq_b, gq_s, gq_h, q_b, q_s, q_g, q_h, dq_b, dq_s, dq_g, dq_h, gk_b, gk_s, gk_h, k_b, k_s, k_h, dk_b, dk_s, dk_h,
+    gv_b, gv_s, gv_h, dv_b, dv_s, dv_h,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, LANE_STRIDE: tl.constexpr,
+    GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
+    NORM: tl.constexpr, HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr, EPS: tl.constexpr, PER_HEAD: tl.constexpr,
+    HAS_QW: tl.constexpr, HAS_QB: tl.constexpr, HAS_KW: tl.constexpr, HAS_KB: tl.constexpr, HAS_X: tl.constexpr,
+    NEEDS_DQ: tl.constexpr, NEEDS_DK: tl.constexpr, NEEDS_QW: tl.constexpr, NEEDS_QB: tl.constexpr, NEEDS_KW: tl.constexpr,
+    NEEDS_KB: tl.constexpr, NEEDS_TABLES: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
+    WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
+    BHV: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    qwa, qwb, qwrest = zeros_like_lanes(NEEDS_QW, BT, BHQ, L, P, ACC)
+    qba, qbb, qbrest = zeros_like_lanes(NEEDS_QB, BT, BHQ, L, P, ACC)
+    kwa, kwb, kwrest = zeros_like_lanes(NEEDS_KW, BT, BHK, L, P, ACC)
+    kba, kbb, kbrest = zeros_like_lanes(NEEDS_KB, BT, BHK, L, P, ACC)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        batch = block // blocks_per_sequence
+        s0 = (block % blocks_per_sequence) * BT
+        if HV > 0:
+            for j in tl.static_range((HV + BHV - 1) // BHV):
+                mask = tile_mask(s0, S, j * BHV, HV, BT, BHV, WHOLE_BLOCKS)
+                h0 = tl.full([], j * BHV, tl.int32)
+                source = tile_pointers(GV, gv_b, gv_s, 0, gv_h, batch, s0, h0, 0, VEC, WIDE, BT, BHV)
+                target = tile_pointers(DV, dv_b, dv_s, 0, dv_h, batch, s0, h0, 0, VEC, WIDE, BT, BHV)
+                copy_heads(source, target, mask, D, PAD)
+        cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
+        if ROTATE:
+            cos_a, cos_b, sin_a, sin_b = load_tables(
+                COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0, S,
+                R, L, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT, CONJUGATE,
+                WHOLE_BLOCKS, ACC, BT, BHQ,
+            )  # fmt: skip
+        dcos_a = tl.zeros([BT, 1, L], ACC)
+        dcos_b = dcos_a
+        dsin_a = dcos_a
+        dsin_b = dcos_a
+        qwa, qwb, qwrest, qba, qbb, qbrest, dcos_a, dcos_b, dsin_a, dsin_b = backward_block(
+            GQ, gq_b, gq_s, gq_h, Q, q_b, q_s, q_g, q_h, DQ, dq_b, dq_s, dq_g, dq_h, QW, QB, cos_a, cos_b, sin_a, sin_b,
+            batch, s0, S, qwa, qwb, qwrest, qba, qbb, qbrest, dcos_a, dcos_b, dsin_a, dsin_b, HQ, BHQ, GROUP, HAS_QW, HAS_QB,
+            PER_HEAD, HAS_X, NEEDS_DQ, NEEDS_QW, NEEDS_QB, NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT,
+            WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
+        )  # fmt: skip
+        if HK > 0:
+            if ROTATE and BHK != BHQ:
+                cos_a, cos_b, sin_a, sin_b = load_tables(
+                    COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0,
+                    S, R, L, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
+                    CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHK,
+                )  # fmt: skip
+            kwa, kwb, kwrest, kba, kbb, kbrest, dcos_a, dcos_b, dsin_a, dsin_b = backward_block(
+                GK, gk_b, gk_s, gk_h, K, k_b, k_s, 0, k_h, DK, dk_b, dk_s, 0, dk_h, KW, KB, cos_a, cos_b, sin_a, sin_b,
+                batch, s0, S, kwa, kwb, kwrest, kba, kbb, kbrest, dcos_a, dcos_b, dsin_a, dsin_b, HK, BHK, 0, HAS_KW, HAS_KB,
+                PER_HEAD, HAS_X, NEEDS_DK, NEEDS_KW, NEEDS_KB, NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT,
+                WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
+            )  # fmt: skip
+        if NEEDS_TABLES:
+            store_table_gradient(
+                DCOS, DSIN, batch, s0, S, dcos_a, dcos_b, dsin_a, dsin_b, R, L, PER_LANE, WRITES_ADJACENT, CONJUGATE, BT
+            )
+    PARAMETER_ADJACENT: tl.constexpr = READS_ADJACENT if NORM_FIRST else WRITES_ADJACENT
+    Q_SIZE: tl.constexpr = HQ * D if PER_HEAD else D
+    K_SIZE: tl.constexpr = HK * D if PER_HEAD else D
+    QB_COLUMN: tl.constexpr = Q_SIZE if NEEDS_QW else 0
+    KW_COLUMN: tl.constexpr = QB_COLUMN + (Q_SIZE if NEEDS_QB else 0)
+    KB_COLUMN: tl.constexpr = KW_COLUMN + (K_SIZE if NEEDS_KW else 0)
+    row = PARTIAL + tl.program_id(0) * COLUMNS
+    if NEEDS_QW:
+        store_partial(row, qwa, qwb, qwrest, HQ, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
+    if NEEDS_QB:
+        store_partial(row + QB_COLUMN, qba, qbb, qbrest, HQ, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
+    if NEEDS_KW:
+        store_partial(row + KW_COLUMN, kwa, kwb, kwrest, HK, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
+    if NEEDS_KB:
+        store_partial(row + KB_COLUMN, kba, kbb, kbrest, HK, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
+
+
+@triton.jit
+def store_table_gradient(
+    DCOS, DSIN, batch, s0, S, dcos_a, dcos_b, dsin_a, dsin_b, R: tl.constexpr, L: tl.constexpr, PER_LANE: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of this token's cos and sin, at [B, S, T] (contiguous)."""
+    if CONJUGATE:
+        dsin_a = -dsin_a
+        dsin_b = -dsin_b
+    T: tl.constexpr = R if PER_LANE else R // 2
+    j = tl.arange(0, L)[None, None, :]
+    token = s0 + tl.arange(0, BT)[:, None, None]
+    mask = (token < S) & (j < R // 2)
+    offset = (batch.to(tl.int64) * S + token) * T
+    if PER_LANE:
+        first = 2 * j if WRITES_ADJACENT else j
+        second = first + (1 if WRITES_ADJACENT else R // 2)
+        tl.store(DCOS + offset + first, dcos_a, mask=mask)
+        tl.store(DCOS + offset + second, dcos_b, mask=mask)
+        tl.store(DSIN + offset + first, dsin_a, mask=mask)
+        tl.store(DSIN + offset + second, dsin_b, mask=mask)
+    else:
+        tl.store(DCOS + offset + j, dcos_a + dcos_b, mask=mask)
+        tl.store(DSIN + offset + j, dsin_a + dsin_b, mask=mask)
+
+
+@triton.jit
+def store_slice(OUT, total, column, BEGIN: tl.constexpr, SIZE: tl.constexpr):
+    """The columns [BEGIN, BEGIN + SIZE) of `total`, rounded to OUT's dtype."""
+    tl.store(OUT + (column - BEGIN), total.to(OUT.dtype.element_ty), mask=(column >= BEGIN) & (column < BEGIN + SIZE))
+
+
+@triton.jit(do_not_specialize=("rows",))
+def reduce_kernel(
+    PARTIAL,
+    OUT0,
+    OUT1,
+    OUT2,
+    OUT3,
+    rows,
+    SIZE0: tl.constexpr,
+    SIZE1: tl.constexpr,
+    SIZE2: tl.constexpr,
+    SIZE3: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Sum PARTIAL [rows, SIZE0 + … + SIZE3] over its rows, in an order fixed by ROWS, into up to four gradients."""
+    COLUMNS: tl.constexpr = SIZE0 + SIZE1 + SIZE2 + SIZE3
+    column = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros([ROWS, COLS], ACC)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+        total += tl.load(PARTIAL + row[:, None] * COLUMNS + column[None, :], mask=mask, other=0)
+    result = tl.sum(total, 0)
+    store_slice(OUT0, result, column, 0, SIZE0)
+    if SIZE1 > 0:
+        store_slice(OUT1, result, column, SIZE0, SIZE1)
+    if SIZE2 > 0:
+        store_slice(OUT2, result, column, SIZE0 + SIZE1, SIZE2)
+    if SIZE3 > 0:
+        store_slice(OUT3, result, column, SIZE0 + SIZE1 + SIZE2, SIZE3)

@@ -1,0 +1,71 @@
+"""Tile sizes of the norm + rotation kernels, as data.
+
+Measured on an H100 (see `benchmarks/norm_rope.py`): a forward tile wants about 32 elements a thread in one-shot programs of one or two warps, a
+backward tile about 8 elements a thread in four warps of persistent programs. A tile holds several heads, because a token's tables are
+read once a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORWARD_ELEMENTS = 2048
+"""Elements of a forward tile with two warps (BT x BH x padded head_dim)."""
+BACKWARD_ELEMENTS = 1024
+"""Elements of a backward tile with four warps."""
+PROGRAMS_PER_SM = 5
+"""Persistent backward programs on each multiprocessor."""
+MAX_HEADS = 8
+"""Heads in a tile, at most, where a norm does not need them all."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tokens in a tile, heads of q, k and v in a tile, and warps of a program."""
+
+    tokens: int
+    q_heads: int
+    k_heads: int
+    v_heads: int
+    warps: int
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below `n` (which is positive)."""
+    return 1 << (n - 1).bit_length()
+
+
+def heads_per_tile(heads: int, limit: int) -> int:
+    """The largest power of two up to `limit` that wastes no more than an eighth of the heads' lanes on padding."""
+    size = min(limit, next_power_of_2(heads))
+    while size > 1 and (-heads % size) * 8 > heads:
+        size //= 2
+    return size
+
+
+def forward_tiles(q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool) -> Tiles:
+    """Tiles of the forward. `head_lanes` is head_dim padded; `all_heads`: the norm needs all heads of a token in one tile."""
+    if all_heads:
+        q, k = next_power_of_2(q_heads), next_power_of_2(max(k_heads, 1))
+        warps = min(max(q * head_lanes // 1024, 1), 16)
+        return Tiles(1, q, k, heads_per_tile(max(k_heads, 1), MAX_HEADS), next_power_of_2(warps))
+    k = heads_per_tile(max(k_heads, 1), MAX_HEADS)
+    q = heads_per_tile(q_heads, MAX_HEADS) if k_heads == 0 else min(heads_per_tile(q_heads, MAX_HEADS), k)
+    tokens = max(FORWARD_ELEMENTS // (q * head_lanes), 1)
+    tokens = min(tokens, next_power_of_2(max(sequence, 1)))
+    warps = 2 if tokens * q * head_lanes >= FORWARD_ELEMENTS else 1
+    return Tiles(tokens, q, k, k, warps)
+
+
+def backward_tiles(q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool) -> Tiles:
+    """Tiles of the backward; see `forward_tiles`."""
+    if all_heads:
+        q, k = next_power_of_2(q_heads), next_power_of_2(max(k_heads, 1))
+        warps = min(max(q * head_lanes // 512, 1), 16)
+        return Tiles(1, q, k, heads_per_tile(max(k_heads, 1), MAX_HEADS), next_power_of_2(warps))
+    k = heads_per_tile(max(k_heads, 1), MAX_HEADS)
+    q = heads_per_tile(q_heads, MAX_HEADS) if k_heads == 0 else min(heads_per_tile(q_heads, MAX_HEADS), k)
+    tokens = max(BACKWARD_ELEMENTS // (q * head_lanes), 1)
+    tokens = min(tokens, next_power_of_2(max(sequence, 1)))
+    warps = max(tokens * q * head_lanes // 256, 1)
+    return Tiles(tokens, q, k, k, min(warps, 8))
