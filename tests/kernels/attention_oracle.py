@@ -21,8 +21,8 @@ class Case:
     batch: int = 2
     queries: int = 37
     keys: int = 37
-    heads: int = 4
-    kv_heads: int = 2
+    heads: int = 2
+    kv_heads: int = 1
     head_dim: int = 16
     value_dim: int = 16
     sinks: bool = False
