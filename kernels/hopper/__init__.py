@@ -1,0 +1,76 @@
+"""Attention for sm_90 (H100, H200) in Gluon, the low-level language that Triton ships: TMA, wgmma, warp specialisation.
+
+    forward.py, backward.py    the kernels                     prepare.py   the memory-bound kernels around the backward
+    scores.py, rows.py         masks as intervals of keys      barriers.py  named barriers
+    templates.py               tile sizes as data              gluon_api.py names that moved between Triton versions
+    instances.py, build.py     signatures, compilation         assembler.py which ptxas
+    descriptors.py, launch.py  tensor maps, the launchers
+
+docs/hopper.md has the design, the measurements and the hazards. This module imports with torch alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import torch
+
+from ..registry import Kernel, Request
+
+_HEAD_DIMS = "multiples of 8 up to 256 (backward: up to 128)"
+
+
+def _available() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; PyTorch's CUDA builds bring it."
+    if not torch.cuda.is_available():
+        return "there is no CUDA GPU."
+    if torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
+        return "it takes sm_90 (H100, H200), whose wgmma and TMA it is written with."
+    try:
+        gluon = importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper")
+    except ModuleNotFoundError:
+        gluon = None
+    if gluon is None:
+        return "this Triton has no Gluon for Hopper; it takes Triton 3.6 or newer."
+    from .assembler import choose
+
+    chosen = choose()
+    return chosen if isinstance(chosen, str) else None
+
+
+def _supports(request: Request) -> str | None:
+    if request.device.type != "cuda":
+        return f"it runs on CUDA tensors, and these are on {request.device.type}."
+    if torch.cuda.get_device_capability(request.device)[0] != 9:
+        return "these tensors are on a GPU that is not sm_90."
+    for name in ("q", "k", "v"):
+        if request.dtypes[name] not in (torch.bfloat16, torch.float16) or request.dtypes[name] != request.dtypes["q"]:
+            return f"{name} is {request.dtypes[name]}; it takes bfloat16 or float16, the same for q, k and v."
+    if "mask" in request.dtypes:
+        return "mask is given; only masks that are one interval of keys per query (causal, window, cu_seqlens) are built in."
+    if "q_segment_ids" in request.dtypes:
+        return "q_segment_ids may be in any order, and it takes documents in sequence; pass cu_seqlens_q."
+    scale = request.options.get("scale")
+    if isinstance(scale, (int, float)) and scale <= 0:
+        return f"scale is {scale}; it takes a positive scale."
+    head_dim, v_head_dim = request.shapes["q"][-1], request.shapes["v"][-1]
+    for name, size in (("q", head_dim), ("v", v_head_dim)):
+        if size is None or size < 8 or size % 8 or size > 256:
+            return f"head_dim of {name} is {size}; it takes {_HEAD_DIMS}."
+    assert head_dim is not None and v_head_dim is not None
+    if request.op == "attention_backward" and max(head_dim, v_head_dim) > 128:
+        return f"head_dim is {head_dim} and {v_head_dim}; its backward takes multiples of 8 up to 128."
+    return None
+
+
+KERNELS = (
+    Kernel(
+        name="hopper",
+        ops=frozenset({"attention", "attention_backward"}),
+        load=lambda: importlib.import_module(f"{__package__}.launch"),
+        available=_available,
+        supports=_supports,
+    ),
+)

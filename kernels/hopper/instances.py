@@ -35,7 +35,7 @@ def backward_instance(template: BackwardTemplate, dtype: str) -> Instance:
     do = (1, 1, template.block_m, template.v_dim)
     k = (1, 1, template.block_n, template.qk_dim)
     v = (1, 1, template.block_n, template.v_dim)
-    dq = (1, 1, template.block_m, template.qk_dim // 2 if template.split_dq else template.qk_dim)
+    dq = (1, 1, template.block_m, template.dq_columns)
     row = tensor_map_type("fp32", (1, template.block_m), swizzled=False)
     arguments = {
         **{name: tensor_map_type(dtype, block) for name, block in zip(("q", "k", "v", "do"), (q, k, v, do))},

@@ -86,6 +86,11 @@ class BackwardTemplate(Template):
         return self.block_m == 64
 
     @property
+    def dq_columns(self) -> int:
+        """Lanes of dQ in one reduce-add."""
+        return self.qk_dim // 2 if self.split_dq else self.qk_dim
+
+    @property
     def max_registers(self) -> int:
         """Per thread at launch: 8 compute warps (240 each after `setmaxnreg`) and a warpgroup for the load and dQ warps."""
         return 168

@@ -1,0 +1,76 @@
+"""The two memory-bound kernels around the backward, in plain Triton.
+
+`before`: delta = rowsum(dO * O) - dLSE and LSE in base 2, both padded to whole tiles; the float32 accumulator of dQ and the turn counters are zeroed; a dO that
+TMA cannot read is copied on the way.  Traffic: 2 rows v_dim elements read, 4 rows qk_dim bytes written.
+`after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes read, rows qk_dim elements written.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def before(
+    out, grad_out, grad_out_copy, lse, grad_lse, lse_rows, delta_rows, accumulator, turns,
+    out_b, out_h, out_s, grad_b, grad_h, grad_s, grad_lane,
+    heads, rows, padded_rows, head_dim, v_head_dim,
+    TILE: tl.constexpr, ROWS: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr, COPY: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (padded_rows / ROWS) * batch * heads. `lse_rows`, `delta_rows`: float32 [batch, heads, padded_rows].
+
+    A row that saw no key (LSE -inf) and a row past the end get LSE +inf: exp2(s - LSE) is then 0 for every score, also for -inf.
+    """
+    chunks = padded_rows // ROWS
+    head = tl.program_id(0) // chunks
+    row0 = (tl.program_id(0) - head * chunks) * ROWS
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    r = row0 + tl.arange(0, ROWS)
+    inside = r < rows
+    lane = tl.arange(0, V_DIM)
+    here = inside[:, None] & (lane < v_head_dim)[None, :]
+    o = tl.load(out + b * out_b + h * out_h + r.to(tl.int64)[:, None] * out_s + lane[None, :], mask=here, other=0.0)
+    at = b * grad_b + h * grad_h + r.to(tl.int64)[:, None] * grad_s + lane.to(tl.int64)[None, :] * grad_lane
+    g = tl.load(grad_out + at, mask=here, other=0.0)
+    line = head.to(tl.int64) * rows + r
+    if COPY:
+        tl.store(grad_out_copy + line[:, None] * v_head_dim + lane[None, :], g, mask=here)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    if HAS_GRAD_LSE:
+        delta -= tl.load(grad_lse + line, mask=inside, other=0.0)
+    log_sum = tl.load(lse + line, mask=inside, other=float("-inf"))
+    empty = log_sum == float("-inf")
+    padded = head.to(tl.int64) * padded_rows + r
+    tl.store(lse_rows + padded, tl.where(empty, float("inf"), log_sum * 1.4426950408889634))
+    tl.store(delta_rows + padded, tl.where(empty, 0.0, delta))
+    q_lane = tl.arange(0, QK_DIM)
+    zero = tl.zeros((ROWS, QK_DIM), tl.float32)
+    tl.store(accumulator + line[:, None] * head_dim + q_lane[None, :], zero, mask=inside[:, None] & (q_lane < head_dim)[None, :])
+    if TURNS:
+        if row0 % TILE == 0:
+            tl.store(turns + padded_row_tile(head, row0, padded_rows, TILE), 0)
+
+
+@triton.jit
+def padded_row_tile(head, row0, padded_rows, TILE: tl.constexpr):
+    return head.to(tl.int64) * (padded_rows // TILE) + row0 // TILE
+
+
+@triton.jit
+def after(
+    accumulator, dq, dq_b, dq_h, dq_s, heads, rows, head_dim, scale,
+    ROWS: tl.constexpr, QK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Grid: ceil(rows / ROWS) * batch * heads. `accumulator`: float32 [batch, heads, rows, head_dim]."""
+    chunks = tl.cdiv(rows, ROWS)
+    head = tl.program_id(0) // chunks
+    r = (tl.program_id(0) - head * chunks) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, QK_DIM)
+    here = (r < rows)[:, None] & (lane < head_dim)[None, :]
+    line = head.to(tl.int64) * rows + r
+    x = tl.load(accumulator + line[:, None] * head_dim + lane[None, :], mask=here)
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    at = dq + b * dq_b + h * dq_h + r.to(tl.int64)[:, None] * dq_s + lane[None, :]
+    tl.store(at, (x * scale).to(dq.dtype.element_ty), mask=here)

@@ -1,0 +1,272 @@
+"""The Hopper kernels on the card: forward and every gradient against float64, no worse than eager PyTorch in the same dtype.
+
+Sizes straddle the tiles of 64 and 128 rows. Numbers after a case are the bug reports it answers (flash-attention unless named).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attention_oracle import Case, Conditions, Inputs, Results, make_inputs, poisoned_memory, run_eager
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(device: torch.device) -> None:
+    from fusion_pass.kernels import registry
+
+    reason = registry.kernels("attention")[0].available()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def options(**values: int | float | str):
+    return lambda _generator, _case: values
+
+
+def documents(cu_q: list[int], cu_k: list[int] | None = None, **values: int | float | str):
+    def make(_generator: torch.Generator, _case: Case) -> Conditions:
+        made: dict[str, Tensor | int | float | str] = {"cu_seqlens_q": torch.tensor(cu_q, dtype=torch.int32), **values}
+        return made if cu_k is None else {**made, "cu_seqlens_k": torch.tensor(cu_k, dtype=torch.int32)}
+
+    return make
+
+
+def case(queries: int, keys: int | None = None, **others: object) -> Case:
+    base = Case(queries=queries, keys=queries if keys is None else keys, head_dim=128, value_dim=128, heads=4, kv_heads=2)
+    return dataclasses.replace(base, **others)  # type: ignore[arg-type]
+
+
+CAUSAL = options(causal="top_left")
+BOTTOM = options(causal="bottom_right")
+
+MASKS = {
+    "full_256": case(256),
+    "full_300": case(300),
+    "full_fewer_keys": case(300, 77),
+    "full_more_keys": case(77, 700),
+    "causal_512": case(512, conditions=CAUSAL),
+    "causal_333": case(333, conditions=CAUSAL),
+    "top_left_fewer_queries": case(200, 333, conditions=CAUSAL),  # 1778, 436
+    "top_left_fewer_keys": case(333, 200, conditions=CAUSAL),
+    "bottom_right_fewer_queries": case(200, 333, conditions=BOTTOM),
+    "bottom_right_rows_see_nothing": case(500, 200, conditions=BOTTOM),  # 443
+    "window_0_0": case(300, conditions=options(window_left=0, window_right=0)),  # TransformerEngine 3528
+    "window_right_0": case(300, conditions=options(window_right=0)),
+    "window_70_30": case(300, 500, conditions=options(window_left=70, window_right=30)),
+    "window_100_causal": case(700, conditions=options(window_left=100, causal="top_left")),
+    "window_bottom_right": case(300, 500, conditions=options(window_left=100, causal="bottom_right")),
+    "window_wider_than_keys": case(300, conditions=options(window_left=10000, causal="top_left")),
+    "window_rows_see_nothing": case(500, 100, conditions=options(window_left=10, causal="top_left")),
+    "documents": case(700, batch=1, conditions=documents([0, 9, 9, 300, 301, 700], causal="top_left")),
+    "documents_full": case(640, batch=1, conditions=documents([0, 128, 384, 640])),
+    "documents_end_early": case(600, batch=1, conditions=documents([0, 90, 300], causal="bottom_right")),  # 2324
+    "documents_unequal": case(300, 500, batch=1, conditions=documents([0, 90, 200, 300], [0, 200, 250, 500], causal="bottom_right")),
+    "documents_rows_see_nothing": case(500, 300, batch=1, conditions=documents([0, 190, 400, 500], [0, 100, 250, 300], causal="bottom_right")),
+    "documents_window": case(700, batch=1, conditions=documents([0, 90, 400, 700], window_left=50, causal="top_left")),
+    "documents_cross": case(300, 500, batch=1, conditions=documents([0, 90, 200, 300], [0, 200, 200, 450])),
+}
+
+VALUES = {
+    "softcap_5": case(300, logits=4, conditions=options(softcap=5.0, causal="top_left")),  # 1065, 1033
+    "softcap_30": case(300, logits=20, conditions=options(softcap=30.0)),
+    "softcap_50_window": case(300, conditions=options(softcap=50.0, window_left=60, causal="top_left")),
+    "softcap_documents": case(300, batch=1, conditions=documents([0, 90, 300], softcap=20.0, causal="top_left")),
+    "scale": case(300, conditions=options(scale=0.7)),
+    "sinks": case(300, sinks=True, conditions=CAUSAL),
+    "sinks_window": case(300, sinks=True, lse_gradient=True, conditions=options(window_left=50, causal="top_left")),
+    "sinks_rows_see_nothing": case(300, 100, sinks=True, conditions=BOTTOM),
+    "lse_gradient": case(300, lse_gradient=True, conditions=CAUSAL),
+    "lse_gradient_rows_see_nothing": case(300, 100, lse_gradient=True, conditions=BOTTOM),
+    "large_logits": case(192, logits=-30, conditions=CAUSAL),  # pytorch 196678
+    "one_query": case(1, 300, logits=-100, conditions=BOTTOM),  # cudnn-frontend 1072
+    "one": case(1),  # 334
+    "two": case(2, conditions=CAUSAL),
+    "three_keys": case(2, 3),
+    "one_key": case(300, 1),
+}
+
+HEADS = {
+    f"heads_{heads}_{kv_heads}": case(200, heads=heads, kv_heads=kv_heads, conditions=CAUSAL)
+    for heads, kv_heads in ((1, 1), (3, 3), (4, 1), (7, 1), (8, 2), (32, 4))  # NSA 27, ColossalAI 6428
+} | {
+    f"head_dim_{head_dim}_{value_dim}": case(200, heads=3, kv_heads=3, head_dim=head_dim, value_dim=value_dim, conditions=CAUSAL)
+    for head_dim, value_dim in ((8, 8), (24, 40), (40, 24), (64, 64), (72, 72), (80, 80), (96, 96), (104, 104), (64, 128), (128, 64))  # 2552, 2896
+}
+
+CASES = MASKS | VALUES | HEADS
+WIDE = {
+    f"head_dim_{head_dim}_{value_dim}_{name}": case(300, head_dim=head_dim, value_dim=value_dim, conditions=conditions)
+    for head_dim, value_dim in ((192, 128), (256, 256), (160, 160))  # TransformerEngine 3216: always more than one batch and head
+    for name, conditions in (("full", options()), ("causal", CAUSAL), ("window", options(window_left=90, causal="top_left")))
+}
+
+SLACK = 1.1
+"""Both round probabilities (and dS) to the dtype, eager the scores too: we are nearer to float64, up to how the roundings fall."""
+
+
+def run(inputs: Inputs, dtype: torch.dtype, *, deterministic: bool = False, with_backward: bool = True) -> Results:
+    """Forward and gradients of the back end itself, so that `deterministic` is ours to choose; every buffer starts as NaN."""
+    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.hopper import launch
+
+    conditions = dict(inputs.conditions)
+    tensors = {name: conditions.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    q, k, v, *sinks = (leaf.detach() for leaf in inputs.leaves(dtype))
+    with poisoned_memory():
+        problem = _problem(q, k, v, None, sinks[0] if sinks else None, None, None, *tensors.values(), **conditions)  # type: ignore[arg-type]
+        problem = dataclasses.replace(problem, deterministic=deterministic)
+        out, lse = launch.forward(problem, "bshd")
+        results = {"out": out, "lse": lse}
+        if with_backward:
+            names = ("dq", "dk", "dv", "dsinks")
+            gradients = launch.backward(problem, inputs.grad_out.to(dtype), inputs.grad_lse, out, lse, (True,) * 3 + (bool(sinks),))
+            results |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+    return Results(results)
+
+
+def assert_no_worse_than_eager(inputs: Inputs, dtype: torch.dtype, actual: Results) -> None:
+    oracle = run_eager(inputs, torch.float64)
+    allowed = run_eager(inputs, dtype).error(oracle)
+    kept = Results({name: value for name, value in oracle.values.items() if name in actual.values})
+    for name, error in actual.error(kept).items():
+        # lse is float32 whatever the inputs are; a gradient that is 0 by cancellation (one key) has no relative error.
+        assert error <= max(SLACK * allowed[name], torch.finfo(dtype).eps / 16), (name, error, allowed[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_worse_than_eager(name: str, deterministic: bool, dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.float16 and (deterministic or name not in HEADS):
+        pytest.skip("one dtype is enough where the code is the same")
+    inputs = make_inputs(CASES[name], dtype, device)
+    assert_no_worse_than_eager(inputs, dtype, run(inputs, dtype, deterministic=deterministic))
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if "documents" in name or "window" in name or "causal" in name])
+def test_head_dim_64_masks(name: str, device: torch.device) -> None:
+    inputs = make_inputs(dataclasses.replace(CASES[name], head_dim=64, value_dim=64), torch.bfloat16, device)
+    for deterministic in (False, True):
+        assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16, deterministic=deterministic))
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_heads_forward(name: str, device: torch.device) -> None:
+    inputs = make_inputs(WIDE[name], torch.bfloat16, device)
+    assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16, with_backward=False))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", ["none", "top_left"])
+def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None:
+    """A product that reads registers too late gives wrong integers now and then (triton 9433, 11781; flash-linear-attention 1262)."""
+    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.hopper import launch
+
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-4, 5, shape, device=device, generator=generator).to(torch.bfloat16)
+
+    # Scores of 0 make every probability a power of two where the number of keys is one: sums of small integers, exact in float32.
+    q, k, v, grad = torch.zeros(2, 1024, 8, dim, device=device, dtype=torch.bfloat16), *(integers(2, 1024, 8, dim) for _ in range(3))
+    problem = _problem(q, k, v, causal=causal)
+    out, lse = launch.forward(problem, "bshd")
+    expected = v.double().cumsum(1) if causal != "none" else v.double().sum(1, keepdim=True).expand(v.shape)
+    count = torch.arange(1, 1025, device=device)[None, :, None, None] if causal != "none" else 1024
+    torch.testing.assert_close(out.double() * count, expected, rtol=0.005, atol=0)
+    first = launch.backward(problem, grad, None, out, lse, (True, True, True, False))
+    if causal == "none":
+        # dV = mean over the queries: exact.
+        assert torch.equal(first[2], (grad.double().sum(1, keepdim=True) / 1024).expand(v.shape).to(torch.bfloat16))
+    for _ in range(250):
+        again = launch.forward(problem, "bshd")
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+        gradients = launch.backward(problem, grad, None, out, lse, (True, True, True, False))
+        assert torch.equal(gradients[1], first[1]) and torch.equal(gradients[2], first[2])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("conditions", [{}, {"causal": "top_left"}, {"causal": "top_left", "window_left": 300}], ids=["full", "causal", "window"])
+def test_deterministic_gradients_repeat(dim: int, conditions: Conditions, device: torch.device) -> None:
+    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.hopper import launch
+
+    q, k, v, grad = (torch.randn(2, 2000, 12, dim, device=device, dtype=torch.bfloat16) for _ in range(4))
+    problem = _problem(q, k, v, deterministic=True, **conditions)  # type: ignore[arg-type]
+    out, lse = launch.forward(problem, "bshd")
+    first = launch.backward(problem, grad, None, out, lse, (True, True, True, False))
+    for _ in range(50):
+        again = launch.backward(problem, grad, None, out, lse, (True, True, True, False))
+        assert all(torch.equal(a, b) for a, b in zip(again[:3], first[:3], strict=True))  # type: ignore[arg-type]
+
+
+def test_packed_qkv_in_place(device: torch.device) -> None:
+    """q, k, v are views of one buffer, their gradients of another; what lies between is not touched (2541)."""
+    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.hopper import launch
+
+    batch, rows, heads, kv_heads, dim = 2, 300, 4, 2, 128
+    width = (heads + 2 * kv_heads) * dim
+
+    def parts(packed: Tensor) -> list[Tensor]:
+        return [x.unflatten(2, (-1, dim)) for x in packed.split([heads * dim, kv_heads * dim, kv_heads * dim], 2)]
+
+    qkv = torch.randn(batch, rows, width + 64, device=device, dtype=torch.bfloat16)[..., :width]
+    packed = torch.full((batch, rows, width + 64), float("nan"), device=device, dtype=torch.bfloat16)
+    grad = torch.randn(batch, heads, rows, dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+    results = []
+    for tensors, into in ((parts(qkv), parts(packed[..., :width])), ([x.contiguous() for x in parts(qkv)], (None, None, None))):
+        problem = _problem(*tensors, causal="top_left", deterministic=True)
+        out, lse = launch.forward(problem, "bhsd")
+        results.append((out, lse, *launch.backward(problem, grad, None, out, lse, (True, True, True, False), into)[:3]))
+    assert packed[..., width:].isnan().all() and not packed[..., :width].isnan().any()
+    assert results[0][4].data_ptr() == packed.data_ptr() + (heads + kv_heads) * dim * 2
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_misaligned_and_expanded_inputs(device: torch.device) -> None:
+    """Tensor maps cannot read these in place (355, FlagGems 2338)."""
+    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.hopper import launch
+
+    base = torch.randn(2, 200, 4 * 64 + 3, device=device, dtype=torch.bfloat16)[..., 3:].unflatten(2, (4, 64))
+    shared = torch.randn(2, 200, 1, 64, device=device, dtype=torch.bfloat16).expand(2, 200, 4, 64)
+    expanded = torch.ones((), device=device, dtype=torch.bfloat16).expand(2, 200, 4, 64)
+    results = []
+    for q, k, grad in ((base, shared, expanded), (base.contiguous(), shared.contiguous(), expanded.contiguous())):
+        problem = _problem(q, k, k, causal="top_left", deterministic=True)
+        out, lse = launch.forward(problem, "bshd")
+        results.append((out, lse, *launch.backward(problem, grad, None, out, lse, (True, True, True, False))[:3]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5, 2), (2, 0, 5, 2), (2, 5, 0, 2), (2, 0, 0, 2)])
+def test_zero_sizes(sizes: tuple[int, int, int, int], device: torch.device) -> None:
+    batch, queries, keys, heads = sizes
+    inputs = make_inputs(Case(batch=batch, queries=queries, keys=keys, heads=heads, kv_heads=heads, head_dim=64, value_dim=64), torch.bfloat16, device)
+    results = run(inputs, torch.bfloat16).values
+    if queries and not keys:
+        assert (results["out"] == 0).all() and (results["lse"] == float("-inf")).all()
+    assert all((results[name] == 0).all() for name in ("dq", "dk", "dv"))
+
+
+def test_many_heads(device: torch.device) -> None:
+    """More (batch, head) pairs than the y and z axes of a grid hold (fla 172, flashinfer 3125)."""
+    inputs = make_inputs(Case(batch=35001, queries=16, keys=16, heads=2, kv_heads=2, head_dim=64, value_dim=64, conditions=CAUSAL), torch.bfloat16, device)
+    assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16))
+
+
+def test_operator_chooses_hopper(device: torch.device) -> None:
+    """Through the operator and autograd, one gradient not needed."""
+    from fusion_pass.kernels import attention
+
+    q, k, v = (torch.randn(2, 300, 4, 128, device=device, dtype=torch.bfloat16, requires_grad=i != 1) for i in range(3))
+    out, _ = attention(q, k, v, causal="top_left", backend="hopper")
+    out.sum().backward()
+    assert q.grad is not None and v.grad is not None and k.grad is None
