@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 
+from ..attention_kernels import ATTENTION_OPS
 from ..registry import NORM_ROPE_OPS, Kernel, Request
+from . import attention
 from .environment import missing_runtime, missing_triton
 
 
@@ -33,5 +35,12 @@ KERNELS = (
         load=lambda: importlib.import_module(f"{__name__}.norm_rope"),
         available=_available,
         supports=_supports,
+    ),
+    Kernel(
+        name="ascend",
+        ops=ATTENTION_OPS,
+        load=lambda: attention,
+        available=missing_runtime,
+        supports=attention.supports,
     ),
 )

@@ -1,6 +1,7 @@
 """What an Ascend machine must have for the kernels to run, and the sentence for each thing that is missing.
 
-Nothing here imports `torch_npu`: PyTorch loads it by itself (`torch.backends` entry point) where it is installed and works.
+Nothing here imports `torch_npu`: PyTorch loads it by itself (`torch.backends` entry point) where it is installed and
+works.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def missing_runtime() -> str | None:
         )
     npu = getattr(torch, "npu", None)
     if npu is None:
-        return "torch_npu is installed but not loaded; `import torch_npu` (TORCH_DEVICE_BACKEND_AUTOLOAD=0 stops PyTorch doing it)."
+        return "torch_npu is installed but not loaded; `import torch_npu` (TORCH_DEVICE_BACKEND_AUTOLOAD=0 stops
+        PyTorch doing it)."
     if not npu.is_available():
         return "torch_npu is loaded, but torch.npu.is_available() is False: no NPU is visible to this process."
     return None

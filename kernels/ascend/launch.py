@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Launch:
-    """`kernel` over a 1-D grid of `programs`. `arguments` are tensors and numbers, `constants` the `tl.constexpr` ones."""
+    """`kernel` over a 1-D grid of `programs`. `arguments` are tensors and numbers, `constants` the `tl.constexpr`
+    ones."""
 
     kernel: Any
     programs: int

@@ -1,7 +1,7 @@
 """The `ascend` back end of the norm + rotation operators: from streams to one kernel launch (see `streams.Backend`).
 
-What the kernels do not take is computed by the `reference` back end's ATen operations on the same device; `uncovered` says
-which cases those are and why.
+What the kernels do not take is computed by the `reference` back end's ATen operations on the same device; `uncovered`
+says which cases those are and why.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def forward_launch(
 def backward_launch(
     streams: Sequence[GradStream], tables: Tables | None, options: Options, copy: Copy | None = None
 ) -> tuple[Launch, list[tuple[Tensor | None, Tensor | None]]]:
-    """The launch that `backward` starts, and for each stream the rows of its weight and bias gradients, [programs, D]."""
+    """The launch that `backward` starts, and for each stream the rows of its weight and bias gradients, [programs,
+    D]."""
     batch, sequence, _, head_dim = streams[0].grad.shape
     moved = [] if copy is None else [copy.x, copy.out]
     touched = [t for s in streams for t in (s.grad, s.x, s.dx) if t is not None]
@@ -122,24 +123,19 @@ def backward_launch(
         groups, heads = shapes[0 if absent else i]
         arguments |= {f"grad{i}": stream.grad, f"x{i}": x, f"dx{i}": dx}
         arguments |= {f"weight{i}": _parameter(stream.weight, stream.grad)}
-        arguments |= {f"d{name}{i}": stream.grad if r is None else r for name, r in zip(("weight", "bias"), rows, strict=True)}
-        arguments |= _strides(f"g{i}", stream.grad, tokens)
-        arguments |= _strides(f"x{i}", x, tokens, grouped=True) | _strides(f"d{i}", dx, tokens, grouped=True)
-        constants |= {
-            f"GROUPS{i}": groups,
-            f"HEADS{i}": 0 if absent else heads,
-            f"TILE{i}": 1 if absent else tile.heads[i],
-            f"WEIGHT{i}": _kind(stream.weight, stream.grad),
-            f"NEEDS_X{i}": stream.dx is not None,
-            f"NEEDS_WEIGHT{i}": needs_weight,
-            f"NEEDS_BIAS{i}": needs_bias,
-        }
+        arguments |= {f"d{name}{i}": stream.grad if r is None else r for name, r in zip(("weight", "bias"), rows,
+        strict=True)} arguments |= _strides(f"g{i}", stream.grad, tokens) arguments |= _strides(f"x{i}", x, tokens,
+        grouped=True) | _strides(f"d{i}", dx, tokens, grouped=True) constants |= { f"GROUPS{i}": groups, f"HEADS{i}":
+        0 if absent else heads, f"TILE{i}": 1 if absent else tile.heads[i], f"WEIGHT{i}": _kind(stream.weight,
+        stream.grad), f"NEEDS_X{i}": stream.dx is not None, f"NEEDS_WEIGHT{i}": needs_weight, f"NEEDS_BIAS{i}":
+        needs_bias, }
     _add_copy(arguments, constants, copy, tile, tokens, streams[0].grad)
     return Launch(backward_kernel, tokens.programs, arguments, constants), sums
 
 
 class _Tokens:
-    """How the kernel walks the tokens: as one run at one stride where every tensor allows it, else as [batch, sequence]."""
+    """How the kernel walks the tokens: as one run at one stride where every tensor allows it, else as [batch,
+    sequence]."""
 
     def __init__(
         self, batch: int, sequence: int, tensors: Sequence[Tensor], tables: Tables | None, options: Options
@@ -227,7 +223,8 @@ def _common(tokens: _Tokens, tile: RowTile, options: Options, head_dim: int) -> 
 
 
 def _add_copy(
-    arguments: dict[str, Any], constants: dict[str, Any], copy: Copy | None, tile: RowTile, tokens: _Tokens, unused: Tensor
+    arguments: dict[str, Any], constants: dict[str, Any], copy: Copy | None, tile: RowTile, tokens: _Tokens, unused:
+    Tensor
 ) -> None:
     """V, and a valid pointer for everything that this launch does not use."""
     source, target = (unused, unused) if copy is None else (copy.x, copy.out)

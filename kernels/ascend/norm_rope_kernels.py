@@ -1,20 +1,21 @@
 """Norm + rotation on the vector cores, forward and backward.
 
-Data flow. The grid is one program per vector core. Each takes a contiguous run of tokens, the first `tokens mod programs`
-one more than the others, and goes through it `TOKENS` at a time. For these tokens the table rows are loaded once, then the
-heads of each stream (q and k, or x) pass through the Unified Buffer in tiles `[TOKENS, HEADS, D]`: load, to float32, norm,
-rotate, round once, store. A tile is loaded and stored whole and cut into its pair members with `extract_slice` on chip, so
-memory is only touched in runs of `D` elements. Weights and biases of the one-row kind stay on chip for the whole run.
+Data flow. The grid is one program per vector core. Each takes a contiguous run of tokens, the first `tokens mod
+programs` one more than the others, and goes through it `TOKENS` at a time. For these tokens the table rows are loaded
+once, then the heads of each stream (q and k, or x) pass through the Unified Buffer in tiles `[TOKENS, HEADS, D]`:
+load, to float32, norm, rotate, round once, store. A tile is loaded and stored whole and cut into its pair members
+with `extract_slice` on chip, so memory is only touched in runs of `D` elements. Weights and biases of the one-row
+kind stay on chip for the whole run.
 
-Memory traffic a token, `H` heads in all streams, `e` bytes an element, `t` bytes a table entry, `T` entries, `M` rows (3 for
-MRoPE, else 1), `V` copied heads:
+Memory traffic a token, `H` heads in all streams, `e` bytes an element, `t` bytes a table entry, `T` entries, `M` rows
+(3 for MRoPE, else 1), `V` copied heads:
 
     forward    2 (H + V) D e + 2 M T t
     backward   3 H D e + 2 V D e + 2 M T t        (without norm 2 H D e: x is not read)
 
-The weight gradients are summed by each program into one row of its own, and the rows by one sum afterwards: the order of the
-additions is fixed, so two runs give equal bits. Nothing is read back element by element from a tile on chip (a race in the
-compiler was reported for that: vllm-ascend #16674); positions are scalars read from memory.
+The weight gradients are summed by each program into one row of its own, and the rows by one sum afterwards: the order
+of the additions is fixed, so two runs give equal bits. Nothing is read back element by element from a tile on chip (a
+race in the compiler was reported for that: vllm-ascend #16674); positions are scalars read from memory.
 """
 
 from __future__ import annotations
@@ -228,8 +229,8 @@ def _copy_stream(x, y, x_h, x_s, y_h, y_s, left, HEADS: tl.constexpr, TILE: tl.c
         head = first + tl.arange(0, TILE)[None, :, None]
         mask = (token < left) & (head < HEADS)
         if CUT:
-            tl.store(y + head * y_h + token * y_s + lane, tl.load(x + head * x_h + token * x_s + lane, mask=mask, other=0.0),
-                     mask=mask)  # fmt: skip
+            tl.store(y + head * y_h + token * y_s + lane, tl.load(x + head * x_h + token * x_s + lane, mask=mask,
+            other=0.0), mask=mask)  # fmt: skip
         else:
             tl.store(y + head * y_h + token * y_s + lane, tl.load(x + head * x_h + token * x_s + lane))
 
@@ -243,9 +244,9 @@ def _backward_stream(grad, x, dx, weight, weight_row, dweight, dbias, g_h, g_s, 
                      NEEDS_BIAS: tl.constexpr):  # fmt: skip
     """All heads of one stream for TOKENS tokens; returns the sums `dweight` and `dbias` [D], grown by these tokens.
 
-    With `g` the gradient of the norm's result: `dweight = sum g xhat`, `dbias = sum g`, and with `u = g weight` the norm's
-    input gets `r (u - xhat mean(u xhat))`, LayerNorm `r (u - mean(u) - xhat mean(u xhat))`
-    (Zhang and Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450).
+    With `g` the gradient of the norm's result: `dweight = sum g xhat`, `dbias = sum g`, and with `u = g weight` the
+    norm's input gets `r (u - xhat mean(u xhat))`, LayerNorm `r (u - mean(u) - xhat mean(u xhat))` (Zhang and
+    Sennrich, arXiv 1910.07467; Ba et al., arXiv 1607.06450).
     """
     CUT: tl.constexpr = HEADS % TILE != 0
     MASKED: tl.constexpr = TOKENS > 1 or CUT
@@ -319,8 +320,9 @@ def forward_kernel(
 ):  # fmt: skip
     """Norm and rotation of one or two streams (`HEADS1` = 0: one), and the copy of V (`COPY_HEADS` = 0: none).
 
-    Suffixes name strides: `_b` batch, `_s` token, `_g` group of heads (grouped packing), `_h` head, `_m` MRoPE row. TOKENS
-    above 1 needs one batch (`sequence` = `tokens`). Weight and bias kinds: none, row (`[D]`), heads (`[H, D]`).
+    Suffixes name strides: `_b` batch, `_s` token, `_g` group of heads (grouped packing), `_h` head, `_m` MRoPE row.
+    TOKENS above 1 needs one batch (`sequence` = `tokens`). Weight and bias kinds: none, row (`[D]`), heads (`[H,
+    D]`).
     """
     begin, count = _token_range(tokens)
     weight_row0 = _parameter_row(weight0, D, WEIGHT0, PLUS)
@@ -335,16 +337,13 @@ def forward_kernel(
         c, n = _tables(cos, sin, positions, b, s, cos_m, cos_b, cos_s, sin_m, sin_b, sin_s, position_m, position_b,
                        position_s, left, TOKENS, ENTRIES, PAIRS, GATHER, WRITE, CONJUGATE, MROPE, SECTION_T, SECTION_H,
                        SECTION_W)  # fmt: skip
-        _forward_stream(x0 + b * x0_b + s * x0_s, y0 + b * y0_b + s * y0_s, weight0, bias0, weight_row0, bias_row0, x0_g,
-                        x0_h, x0_s, y0_h, y0_s, c, n, eps, left, GROUPS0, HEADS0, TILE0, TOKENS, D, NORM, NORM_FIRST,
-                        WEIGHT0, BIAS0, PLUS, ENTRIES, START, PAIRS, READ, WRITE)  # fmt: skip
-        if HEADS1 > 0:
-            _forward_stream(x1 + b * x1_b + s * x1_s, y1 + b * y1_b + s * y1_s, weight1, bias1, weight_row1, bias_row1,
-                            x1_g, x1_h, x1_s, y1_h, y1_s, c, n, eps, left, GROUPS1, HEADS1, TILE1, TOKENS, D, NORM,
-                            NORM_FIRST, WEIGHT1, BIAS1, PLUS, ENTRIES, START, PAIRS, READ, WRITE)  # fmt: skip
-        if COPY_HEADS > 0:
-            _copy_stream(v + b * v_b + s * v_s, copy + b * copy_b + s * copy_s, v_h, v_s, copy_h, copy_s, left,
-                         COPY_HEADS, COPY_TILE, TOKENS, D)  # fmt: skip
+        _forward_stream(x0 + b * x0_b + s * x0_s, y0 + b * y0_b + s * y0_s, weight0, bias0, weight_row0, bias_row0,
+        x0_g, x0_h, x0_s, y0_h, y0_s, c, n, eps, left, GROUPS0, HEADS0, TILE0, TOKENS, D, NORM, NORM_FIRST, WEIGHT0,
+        BIAS0, PLUS, ENTRIES, START, PAIRS, READ, WRITE)  # fmt: skip if HEADS1 > 0: _forward_stream(x1 + b * x1_b + s
+        * x1_s, y1 + b * y1_b + s * y1_s, weight1, bias1, weight_row1, bias_row1, x1_g, x1_h, x1_s, y1_h, y1_s, c, n,
+        eps, left, GROUPS1, HEADS1, TILE1, TOKENS, D, NORM, NORM_FIRST, WEIGHT1, BIAS1, PLUS, ENTRIES, START, PAIRS,
+        READ, WRITE)  # fmt: skip if COPY_HEADS > 0: _copy_stream(v + b * v_b + s * v_s, copy + b * copy_b + s *
+        copy_s, v_h, v_s, copy_h, copy_s, left, COPY_HEADS, COPY_TILE, TOKENS, D)  # fmt: skip
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """How the norm + rotation kernels cut up heads and tokens: a pure function from sizes to a tile.
 
-A tile is `[tokens, heads, head_dim]` in a vector core's Unified Buffer. A whole token is one tile only while it fits: 96
-query heads of 128 lanes do not (the compiler then switches its double buffers off), 128 overflow.
+A tile is `[tokens, heads, head_dim]` in a vector core's Unified Buffer. A whole token is one tile only while it fits:
+96 query heads of 128 lanes do not (the compiler then switches its double buffers off), 128 overflow.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final
 
 from .platform import Platform
 
-FORWARD_BYTES: Final = 32
+FORWARD_BYTES: Final = 44
 """Unified Buffer an element of a tile needs in the forward, double buffers included."""
-BACKWARD_BYTES: Final = 56
+BACKWARD_BYTES: Final = 68
 MAX_TOKENS: Final = 16
-UB_SHARE: Final = 0.75
+UB_SHARE: Final = 0.9
 """The rest is for tables, weights and what the compiler adds."""
 
 
@@ -36,8 +36,8 @@ def tile_rows(
     Args:
         heads: heads of each stream that lie at one stride (of one group, for the grouped packing).
         backward: the backward keeps more values on chip.
-        one_run: whether all tokens lie at one stride in every tensor and no table row is looked up by position; only then
-            several tokens can be one tile.
+        one_run: whether all tokens lie at one stride in every tensor and no table row is looked up by position; only
+        then several tokens can be one tile.
         tokens: how many there are; an iteration takes no more than a core's share.
 
     Raises:
@@ -45,7 +45,8 @@ def tile_rows(
     """
     most = int(platform.ub * UB_SHARE) // (BACKWARD_BYTES if backward else FORWARD_BYTES) // head_dim
     if most < 1:
-        raise ValueError(f"head_dim={head_dim} does not fit the {platform.ub} bytes of a vector core of {platform.name}.")
+        raise ValueError(f"head_dim={head_dim} does not fit the {platform.ub} bytes of a vector core of
+        {platform.name}.")
     tiles = tuple(_heads_per_tile(count, most) for count in heads)
     together = 1
     if one_run and all(tile == count for tile, count in zip(tiles, heads, strict=True)):

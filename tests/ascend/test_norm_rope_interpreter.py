@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter needs TRITON_INTERPRET=1 before Triton is imported", allow_module_level=True)
 
 from ascend_tools import interpreter  # noqa: E402
+
 from fusion_pass.kernels.ascend import norm_rope  # noqa: E402
 
 interpreter.install()

@@ -8,6 +8,9 @@ from itertools import product
 from math import inf
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fusion_pass.kernels.ascend.platform import PLATFORMS, Platform, platform_named
 from fusion_pass.kernels.ascend.tiling import (
     CAUSAL,
@@ -33,8 +36,6 @@ from fusion_pass.kernels.ascend.tiling_key import (
     decode,
     encode,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TOKENS = st.one_of(st.just(inf), st.integers(-300, 3000))
 MASKS = st.one_of(

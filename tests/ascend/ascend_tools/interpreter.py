@@ -1,6 +1,7 @@
 """Teaches Triton-Ascend 3.2.0's CPU interpreter the slice operations, which it lacks (test only).
 
-The interpreter runs kernel source on numpy arrays; `extract_slice` and `insert_slice` call into a builder it does not have.
+The interpreter runs kernel source on numpy arrays; `extract_slice` and `insert_slice` call into a builder it does not
+have.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     Triton source --triton-ascend--> linalg --bishengir-compile--> memory plan --hivmc (not public)--> NPU binary
                                        '--LLVM 19--> a shared library for this machine
 
-`lower` makes the linalg module a launch would compile to, `plan_memory` passes it through Huawei's compiler up to its closed
-last step, which allocates every on-chip buffer and fails where one does not fit, and `run_on_host` executes it, one call for
-each program of the grid.
+`lower` makes the linalg module a launch would compile to, `plan_memory` passes it through Huawei's compiler up to its
+closed last step, which allocates every on-chip buffer and fails where one does not fit, and `run_on_host` executes
+it, one call for each program of the grid.
 """
 
 from __future__ import annotations
@@ -190,21 +190,13 @@ def run_on_host(launch: Any) -> None:
     lowered = lower(launch)
     function = _host_function(lowered)
     values: list[Any] = []
-    keep: list[Any] = [_Descriptor(torch.zeros(4096, dtype=torch.int8)), _Descriptor(torch.zeros(4096, dtype=torch.int8))]
-    values += [ctypes.byref(descriptor) for descriptor in keep]
-    names = [name for name in launch.kernel.arg_names if name not in launch.constants]
-    for name in names:
-        value = launch.arguments[name]
-        if isinstance(value, torch.Tensor):
-            keep.append(_Descriptor(value))
-            values.append(ctypes.byref(keep[-1]))
-        elif isinstance(value, float):
-            values.append(ctypes.c_float(value))
-        else:
-            values.append((ctypes.c_int32 if _type(value) == "i32" else ctypes.c_int64)(value))
-    for program in range(launch.programs):
-        grid = [launch.programs, 1, 1, program, 0, 0]
-        function(*values, *(ctypes.c_int32(v) for v in grid))
+    keep: list[Any] = [_Descriptor(torch.zeros(4096, dtype=torch.int8)), _Descriptor(torch.zeros(4096,
+    dtype=torch.int8))] values += [ctypes.byref(descriptor) for descriptor in keep] names = [name for name in
+    launch.kernel.arg_names if name not in launch.constants] for name in names: value = launch.arguments[name] if
+    isinstance(value, torch.Tensor): keep.append(_Descriptor(value)) values.append(ctypes.byref(keep[-1])) elif
+    isinstance(value, float): values.append(ctypes.c_float(value)) else: values.append((ctypes.c_int32 if _type(value)
+    == "i32" else ctypes.c_int64)(value)) for program in range(launch.programs): grid = [launch.programs, 1, 1,
+    program, 0, 0] function(*values, *(ctypes.c_int32(v) for v in grid))
 
 
 class _Descriptor(ctypes.Structure):

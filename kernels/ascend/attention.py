@@ -1,0 +1,233 @@
+"""`attention` through the vendor's operators: our arguments in theirs, exactly, or a reason why not.
+
+| here | there |
+|---|---|
+| every key seen | no `atten_mask` (the modes and token counts are then ignored) |
+| causal `top_left`, `bottom_right` | `sparse_mode` 2, 3 with the compressed mask: 2048 x 2048, True above the
+diagonal | | a window, with or without causality | `sparse_mode` 4 with that mask; `pre_tokens`, `next_tokens` count
+from the bottom-right diagonal | | a boolean mask, with any of these | `sparse_mode` 1 with the whole condition
+negated (theirs hides where True) | | `out`, `lse` | `out`, `softmax_max + log(softmax_sum)` | | `lse` in the backward
+| `softmax_max = lse`, `softmax_sum = 1`: `exp(s - lse) / 1` is the same probability |
+
+Source: the operator documentation inside the torch_npu 2.13.0 wheel (`_op_plugin_docs.py`) and its schemas. A single
+query a sequence goes to the decoding operator `npu_fused_infer_attention_score`, everything else to
+`npu_fusion_attention_v2`; `npu_prompt_flash_attention` is not used because it returns no log-sum.
+`tests/ascend/test_vendor_attention.py` holds the calls to the schemas and to an emulation of the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention_problem import Problem
+from ..registry import Request
+
+NO_LIMIT = 2147483647
+"""The vendor's default for `pre_tokens` and `next_tokens`."""
+COMPRESSED = 2048
+STATISTIC_COPIES = 8
+"""The vendor keeps a row's maximum and sum eight times, `[B, N, S, 8]`."""
+LARGEST_HEAD_DIM = 768
+LARGEST_HEADS = 256
+LARGEST_DECODE_GROUP = 64
+HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `torch.ops.npu.<name>`."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return getattr(torch.ops.npu, self.name)(*self.arguments, **self.options)
+
+
+def supports(request: Request) -> str | None:
+    """Why the vendor's operators cannot compute this call exactly, or None."""
+    if request.device.type != "npu":
+        return f"it runs on npu tensors, and these are on {request.device.type}."
+    if "sinks" in request.dtypes:
+        return "sinks are given, and whether the vendor's softmax_sum counts them is not documented, so lse is unknown."
+    for name in ("q_segment_ids", "cu_seqlens_q"):
+        if name in request.dtypes:
+            return f"{name} is given; the vendor takes lengths of documents from the host, which would wait for the
+            device."
+    mask = request.dtypes.get("mask")
+    if mask is not None and mask != torch.bool:
+        return f"mask is {mask}; the vendor adds a bias before it hides keys, and -inf in a bias is not documented."
+    if request.options.get("softcap", 0.0):
+        return "softcap is set; the vendor's operators have none."
+    if "grad_lse" in request.dtypes:
+        return "lse has a gradient, which the vendor's backward does not take."
+    if request.op == "attention_backward" and request.options.get("deterministic", False):
+        return "deterministic is set, and the order of the sums in the vendor's backward is not documented."
+    if request.dtypes["q"] not in (*HALF_TYPES, torch.float32):
+        return f"q is {request.dtypes['q']}; it takes bfloat16, float16 or float32."
+    return _shapes_fit(request) or _rows_see_a_key(request)
+
+
+def _shapes_fit(request: Request) -> str | None:
+    q, k, v = (request.shapes[name] for name in ("q", "k", "v"))
+    if 0 in (*q, *k):
+        return f"q has shape {list(q)} and k {list(k)}; the vendor's sizes start at 1."
+    if q[3] is None or q[3] != v[3] or q[3] > LARGEST_HEAD_DIM:
+        return f"head_dim is {q[3]} and {v[3]}; it takes equal ones up to {LARGEST_HEAD_DIM}."
+    if q[2] is None or q[2] > LARGEST_HEADS:
+        return f"there are {q[2]} query heads; it takes up to {LARGEST_HEADS}."
+    return None
+
+
+def _rows_see_a_key(request: Request) -> str | None:
+    """A boolean mask may leave a row empty, which is repaired afterwards; causality and windows must not."""
+    q, k = request.shapes["q"][1], request.shapes["k"][1]
+    causal = request.options.get("causal", "none")
+    left, right = (request.options.get(name, -1) for name in ("window_left", "window_right"))
+    assert isinstance(left, int)
+    assert isinstance(right, int)
+    if causal == "none" and left < 0 and right < 0:
+        return None
+    if q is None or k is None:
+        return "a length is not known, so it is not known whether every query sees a key."
+    offset = k - q if causal == "bottom_right" else 0
+    last = 0 if causal != "none" else right
+    first_row_empty = last >= 0 and offset + last < 0
+    last_row_empty = left >= 0 and q - 1 + offset - left > k - 1
+    if first_row_empty or last_row_empty:
+        return f"with {q} queries and {k} keys some query sees no key, and the vendor's log-sum of such a row is not
+        documented."
+    return None
+
+
+def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
+    """(out, lse); see `AttentionBackend`."""
+    result = forward_call(problem)()
+    if len(result) == 2:
+        computed, lse = result[0], result[1].squeeze(-1)
+    else:
+        computed, lse = result[0], result[1][..., 0] + result[2][..., 0].log()
+    empty = _empty_rows(problem)
+    if empty is not None:
+        lse = lse.masked_fill(empty, -torch.inf)
+        computed = computed.masked_fill(empty.transpose(1, 2).unsqueeze(-1), 0)
+    out = problem.empty_out(order)
+    out = computed if computed.stride() == out.stride() else out.copy_(computed)
+    return out, lse.contiguous()
+
+
+def backward(
+    problem: Problem,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs: Sequence[bool],
+    into: Sequence[Tensor | None] = (None, None, None),
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and v; see `AttentionBackend`."""
+    assert grad_lse is None, "the registry does not choose this back end when lse has a gradient"
+    empty = _empty_rows(problem)
+    if empty is not None:
+        # A row without keys: no gradient flows in, and its probabilities only have to be finite.
+        lse = lse.masked_fill(empty, 0)
+        grad_out = grad_out.masked_fill(empty.transpose(1, 2).unsqueeze(-1), 0)
+    gradients = backward_call(problem, grad_out, out, lse)()
+    results: list[Tensor | None] = []
+    for gradient, needed, given in zip(gradients, needs, into, strict=False):
+        results.append(None if not needed else gradient.contiguous() if given is None else given.copy_(gradient))
+    return *results[:3], None
+
+
+def forward_call(problem: Problem) -> Call:
+    """The call that computes out and the softmax's statistics. Layout BSND."""
+    q, k, v = problem.q, problem.k, problem.v
+    heads, kv_heads = q.shape[2], k.shape[2]
+    masking = visibility(problem)
+    if q.shape[1] == 1 and not masking and q.dtype in HALF_TYPES and heads <= LARGEST_DECODE_GROUP * kv_heads:
+        return Call(
+            "npu_fused_infer_attention_score",
+            (q.contiguous(), k.contiguous(), v.contiguous()),
+            {
+                "num_heads": heads,
+                "num_key_value_heads": kv_heads,
+                "input_layout": "BSND",
+                "scale": problem.scale,
+                "softmax_lse_flag": True,
+            },
+        )
+    return Call(
+        "npu_fusion_attention_v2",
+        (q, k, v, heads, "BSND"),
+        {"scale": problem.scale, "keep_prob": 1.0, **masking},
+    )
+
+
+def backward_call(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Call:
+    """The call that computes the gradients of q, k and v from out and the log-sum. Layout BSND."""
+    maximum = lse.unsqueeze(-1).expand(*lse.shape, STATISTIC_COPIES).contiguous()
+    return Call(
+        "npu_fusion_attention_grad_v2",
+        (problem.q, problem.k, problem.v, grad_out, problem.q.shape[2], "BSND"),
+        {
+            "softmax_max": maximum,
+            "softmax_sum": torch.ones_like(maximum),
+            "attention_in": out,
+            "scale_value": problem.scale,
+            "keep_prob": 1.0,
+            **visibility(problem),
+        },
+    )
+
+
+def visibility(problem: Problem) -> dict[str, Any]:
+    """Which keys a query sees, in the vendor's arguments; empty when it sees all."""
+    seen = problem.seen
+    queries, keys = problem.q.shape[1], problem.k.shape[1]
+    if seen.mask is not None:
+        return {"atten_mask": _hidden(problem), "sparse_mode": 1, "inner_precise": 2}
+    if seen.left is None and seen.right is None:
+        return {}
+    compressed = {"atten_mask": _above_diagonal(problem.q.device)}
+    if seen.left is None and seen.right == 0:
+        return {**compressed, "sparse_mode": 2 if seen.offset == 0 else 3}
+    # The vendor counts from the diagonal that ends in the last query and key; ours may start at the first.
+    shift = keys - queries - seen.offset
+    return {
+        **compressed,
+        "sparse_mode": 4,
+        "pre_tokens": NO_LIMIT if seen.left is None else seen.left + shift,
+        "next_tokens": NO_LIMIT if seen.right is None else seen.right - shift,
+    }
+
+
+def _hidden(problem: Problem) -> Tensor:
+    """The condition negated, in a shape the vendor takes: `[B, N, S, S]`, `[B, 1, S, S]` or `[1, 1, S, S]`."""
+    queries, keys = problem.q.shape[1], problem.k.shape[1]
+    keep = problem.seen.keep(queries, keys, problem.q.device)
+    assert keep is not None
+    batch = problem.q.shape[0] if keep.shape[1] > 1 else keep.shape[0]
+    return keep.logical_not().expand(batch, keep.shape[1], queries, keys).contiguous()
+
+
+def _empty_rows(problem: Problem) -> Tensor | None:
+    """`[B, N, S]`, True where a boolean mask leaves a query without a key."""
+    if problem.seen.mask is None:
+        return None
+    batch, queries, heads, _ = problem.q.shape
+    keep = problem.seen.keep(queries, problem.k.shape[1], problem.q.device)
+    assert keep is not None
+    return keep.any(-1).logical_not().expand(batch, heads, queries)
+
+
+@lru_cache(maxsize=8)
+def _above_diagonal(device: torch.device) -> Tensor:
+    """The vendor's compressed mask: one for all lengths."""
+    return torch.ones((COMPRESSED, COMPRESSED), dtype=torch.bool, device=device).triu(1)
