@@ -157,6 +157,7 @@ def load_tables(
     S,
     R: tl.constexpr,
     L: tl.constexpr,
+    TABLE_VEC: tl.constexpr,
     LANE_STRIDE: tl.constexpr,
     PER_LANE: tl.constexpr,
     GATHER: tl.constexpr,
@@ -173,7 +174,7 @@ def load_tables(
 ):
     """cos and sin of both members of every pair, [BT, BH, L]: loaded already broadcast over the heads, which spares a layout conversion.
 
-    A position outside the table gives NaN: nothing beyond the table is read, and the mistake shows.
+    Strides arrive divided by TABLE_VEC (see `tile_pointers`). A position outside the table gives NaN: nothing beyond the table is read, and the mistake shows.
     """
     j = tl.arange(0, L)[None, None, :] + tl.zeros([BT, BH, 1], tl.int32)
     token = tl.arange(0, BT)[:, None, None]
@@ -189,15 +190,15 @@ def load_tables(
         position = tl.load(POSITIONS + corner + (row * position_r + token * position_s), mask=mask, other=0).to(tl.int64)
         inside = (position >= 0) & (position < max_position)
         mask = mask & inside
-        offset = position * table_s
+        offset = position * table_s * TABLE_VEC
     else:
-        corner = batch.to(tl.int64) * table_b + s0.to(tl.int64) * table_s
+        corner = batch.to(tl.int64) * table_b * TABLE_VEC + s0.to(tl.int64) * table_s * TABLE_VEC
         COS += corner
         SIN += corner
         if MROPE == "none":
-            offset = token * table_s
+            offset = token * table_s * TABLE_VEC
         else:
-            offset = row * table_r + token * table_s
+            offset = row * table_r * TABLE_VEC + token * table_s * TABLE_VEC
     if PER_LANE:
         if WRITES_ADJACENT:
             first = offset + 2 * j * LANE_STRIDE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -278,13 +278,12 @@ class _Layout:
         self.batch, self.sequence = batch, sequence
         if batch > 1 and all(b == sequence * s for b, s in foldable):
             self.batch, self.sequence = 1, batch * sequence
-        self.table_strides = (*table[:3], *position, self._max_position)
-        bits = 16
-        for tensor in tensors:
-            for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-                if size > 1:
-                    bits |= stride
-        self._vec = bits & -bits
+        self._table_vec = _common_power_of_2(table[:3])
+        scaled = (stride // self._table_vec for stride in table[:3])
+        self.table_strides = (*scaled, *position, self._max_position)
+        self._vec = _common_power_of_2(
+            [stride for t in tensors for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if size > 1]
+        )
         # Only axes with more than one entry count: the stride of the others is arbitrary and never used.
         self._extent = max(
             (
@@ -324,10 +323,19 @@ class _Layout:
             "VEC": self._vec,
             "WIDE": self._extent * (tokens + heads) > _INT32_MAX,
             "WHOLE_BLOCKS": self.sequence % tokens == 0,
+            "TABLE_VEC": self._table_vec,
             "LANE_STRIDE": self._lane_stride,
             "PER_LANE": self._per_lane,
             "GATHER": self._positions is not None,
         }
+
+
+def _common_power_of_2(strides: Iterable[int]) -> int:
+    """The largest power of two, up to 16, that divides all of them."""
+    bits = 16
+    for stride in strides:
+        bits |= stride
+    return bits & -bits
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -189,6 +189,7 @@ def forward_kernel(
     WRITES_ADJACENT: tl.constexpr,
     CONJUGATE: tl.constexpr,
     PER_LANE: tl.constexpr,
+    TABLE_VEC: tl.constexpr,
     LANE_STRIDE: tl.constexpr,
     GATHER: tl.constexpr,
     MROPE: tl.constexpr,
@@ -230,7 +231,7 @@ def forward_kernel(
         if ROTATE:
             cos_a, cos_b, sin_a, sin_b = load_tables(
                 COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0, S,
-                R, L, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT, CONJUGATE,
+                R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT, CONJUGATE,
                 WHOLE_BLOCKS, ACC, BT, BHQ,
             )  # fmt: skip
         source = tile_pointers(Q, q_b, q_s, q_g, q_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BHQ)
@@ -247,7 +248,7 @@ def forward_kernel(
             if ROTATE:
                 cos_a, cos_b, sin_a, sin_b = load_tables(
                     COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0,
-                    S, R, L, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
+                    S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
                     CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHK,
                 )  # fmt: skip
             source = tile_pointers(K, k_b, k_s, 0, k_h, batch, s0, h0, 0, VEC, WIDE, BT, BHK)
@@ -500,7 +501,7 @@ def backward_kernel(
     gv_b, gv_s, gv_h, dv_b, dv_s, dv_h,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
-    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, LANE_STRIDE: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr, LANE_STRIDE: tl.constexpr,
     GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
     NORM: tl.constexpr, HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr, EPS: tl.constexpr, PER_HEAD: tl.constexpr,
     HAS_QW: tl.constexpr, HAS_QB: tl.constexpr, HAS_KW: tl.constexpr, HAS_KB: tl.constexpr, HAS_X: tl.constexpr,
@@ -527,7 +528,7 @@ def backward_kernel(
         if ROTATE:
             cos_a, cos_b, sin_a, sin_b = load_tables(
                 COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0, S,
-                R, L, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT, CONJUGATE,
+                R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT, CONJUGATE,
                 WHOLE_BLOCKS, ACC, BT, BHQ,
             )  # fmt: skip
         dcos_a = tl.zeros([BT, 1, L], ACC)
@@ -544,7 +545,7 @@ def backward_kernel(
             if ROTATE and BHK != BHQ:
                 cos_a, cos_b, sin_a, sin_b = load_tables(
                     COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0,
-                    S, R, L, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
+                    S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
                     CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHK,
                 )  # fmt: skip
             kwa, kwb, kwrest, kba, kbb, kbrest, dcos_a, dcos_b, dsin_a, dsin_b = backward_block(
