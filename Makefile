@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+
 PIP    := $(BIN)/python -m pip --quiet --no-input --disable-pip-version-check
 # Two workers help on two cores; `make test PYTEST="-n 0 -k mrope"` passes what you like.
 PYTEST ?= -n 2
@@ -15,9 +16,9 @@ PYTEST ?= -n 2
 # PyTorch is installed, so that the kernels can be interpreted and compiled without a GPU.
 $(READY): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt torch setuptools wheel
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install triton==3.6.0
-	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-compile -c constraints.txt torch setuptools wheel
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --no-compile triton==3.6.0
+	$(PIP) install --no-compile --no-build-isolation -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(READY)

@@ -11,7 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from fusion_pass.report import FUSED, Report, SiteReport
+from fusion_pass.report import FUSED, Report
 
 _CONTEXT = 1
 """Unchanged lines shown around a change of the graph."""
@@ -43,14 +43,20 @@ def counts(report: Report) -> str:
     return ", ".join(parts) or "No place for a fusion was found."
 
 
+_LEFT_OUT = frozenset(
+    "backend cos sin positions weight q_weight k_weight bias q_bias k_bias out_order out_dtype rotary_start".split()
+)
+"""Arguments that the table leaves out: they follow from the others or say nothing about what is computed."""
+
+
 def summary(arguments: Mapping[str, Any]) -> str:
-    """The arguments that tell one variant of an operator from another, on one line."""
-    shown = {name: value for name, value in arguments.items() if _tells(name, value)}
-    return ", ".join(f"{name} {value}" for name, value in shown.items())
-
-
-def _tells(name: str, value: Any) -> bool:
-    return name != "backend" and value not in (None, "none", False, "", []) and value != 0
+    """The arguments that tell one variant of an operator from another, on one line. `--json` has them all."""
+    parts = []
+    for name, value in arguments.items():
+        if name in _LEFT_OUT or value is None or value is False or value in ("none", "", []):
+            continue
+        parts.append(name if value is True else f"{name} {value}")
+    return ", ".join(parts)
 
 
 def graph_change(report: Report) -> Syntax:
@@ -62,21 +68,28 @@ def graph_change(report: Report) -> Syntax:
 
 
 def _readable(graph: str) -> Iterator[str]:
-    """The statements of a printed graph, without mangled parameter names and the clean-up at the end of a line."""
+    """The statements of a printed graph, spelt as in the model's own code as far as that can be told."""
     for line in graph.splitlines():
         code = line.strip()
         if not code or code.startswith(("#", "def ", "class ")) or re.fullmatch(r"(l_\w+) = L_\w+", code):
             continue
         code = re.sub(r";  [\w =]+ = None$", "", code)
-        yield re.sub(r"\bl_\w+_(?:modules|parameters|buffers)_\w+_\b", lambda match: _parameter(match.group()), code)
+        code = re.sub(r"\bl_\w+_(?:modules|parameters|buffers)_\w+_\b", lambda match: _parameter(match.group()), code)
+        code = re.sub(r': "(\w+\[[^\]]*\])(?:\[[^\]]*\])?\w*" =', r": \1 =", code)
+        code = re.sub(r"\[\((.*)\)\]", lambda match: f"[{_index(match.group(1))}]", code)
+        yield code.replace("torch._C._nn.", "").replace(".default(", "(")
+
+
+def _index(items: str) -> str:
+    """`Ellipsis, slice(None, 32, None)` is `..., :32`."""
+
+    def bounds(match: re.Match[str]) -> str:
+        return ":".join("" if bound == "None" else bound for bound in match.groups())
+
+    return re.sub(r"slice\((\w+), (\w+), None\)", bounds, items).replace("Ellipsis", "...")
 
 
 def _parameter(mangled: str) -> str:
     """`l_..._modules_self_attn_modules_q_norm_parameters_weight_` is `self_attn.q_norm.weight`."""
     path = re.split(r"_(?:modules|parameters|buffers)_", mangled.rstrip("_"))
     return ".".join(path[-3:])
-
-
-def site_line(site: SiteReport) -> str:
-    """One site on one line of plain text."""
-    return f"{site.layer}: {site.fusion} {site.status}" + (f" ({site.reason})" if site.reason else f" by {site.kernel}")
