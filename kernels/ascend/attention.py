@@ -59,8 +59,7 @@ def supports(request: Request) -> str | None:
         return "sinks are given, and whether the vendor's softmax_sum counts them is not documented, so lse is unknown."
     for name in ("q_segment_ids", "cu_seqlens_q"):
         if name in request.dtypes:
-            return f"{name} is given; the vendor takes lengths of documents from the host, which would wait for the
-            device."
+            return f"{name} is given; the vendor takes document lengths from the host, which would wait for the device."
     mask = request.dtypes.get("mask")
     if mask is not None and mask != torch.bool:
         return f"mask is {mask}; the vendor adds a bias before it hides keys, and -inf in a bias is not documented."
@@ -102,8 +101,7 @@ def _rows_see_a_key(request: Request) -> str | None:
     first_row_empty = last >= 0 and offset + last < 0
     last_row_empty = left >= 0 and q - 1 + offset - left > k - 1
     if first_row_empty or last_row_empty:
-        return f"with {q} queries and {k} keys some query sees no key, and the vendor's log-sum of such a row is not
-        documented."
+        return f"with {q} queries and {k} keys some query sees no key; the vendor does not document its log-sum."
     return None
 
 

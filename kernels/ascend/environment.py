@@ -28,8 +28,7 @@ def missing_runtime() -> str | None:
         )
     npu = getattr(torch, "npu", None)
     if npu is None:
-        return "torch_npu is installed but not loaded; `import torch_npu` (TORCH_DEVICE_BACKEND_AUTOLOAD=0 stops
-        PyTorch doing it)."
+        return "torch_npu is not loaded: `import torch_npu` (PyTorch does unless TORCH_DEVICE_BACKEND_AUTOLOAD is 0)."
     if not npu.is_available():
         return "torch_npu is loaded, but torch.npu.is_available() is False: no NPU is visible to this process."
     return None
@@ -60,7 +59,8 @@ def platform_of(device: torch.device) -> Platform:
 
 @cache
 def _npu(index: int) -> Platform:
-    return platform_named(torch.npu.get_device_name(index))
+    name: str = getattr(torch, "npu").get_device_name(index)  # noqa: B009  # torch_npu adds it
+    return platform_named(name)
 
 
 @cache

@@ -97,13 +97,12 @@ def forward_launch(
 def backward_launch(
     streams: Sequence[GradStream], tables: Tables | None, options: Options, copy: Copy | None = None
 ) -> tuple[Launch, list[tuple[Tensor | None, Tensor | None]]]:
-    """The launch that `backward` starts, and for each stream the rows of its weight and bias gradients, [programs,
-    D]."""
+    """The launch that `backward` starts, and each stream's rows [programs, D] of weight and bias gradients."""
     batch, sequence, _, head_dim = streams[0].grad.shape
     moved = [] if copy is None else [copy.x, copy.out]
     touched = [t for s in streams for t in (s.grad, s.x, s.dx) if t is not None]
     tokens = _Tokens(batch, sequence, touched + moved, tables, options)
-    shapes = [_heads(s.grad if s.x is None and s.dx is None else s.x if s.x is not None else s.dx) for s in streams]
+    shapes = [_heads(_input_shaped(stream)) for stream in streams]
     tile = _tile(tokens, shapes, copy, head_dim, backward=True)
     arguments, constants = _common(tokens, tile, options, head_dim)
     sums: list[tuple[Tensor | None, Tensor | None]] = []
@@ -123,19 +122,27 @@ def backward_launch(
         groups, heads = shapes[0 if absent else i]
         arguments |= {f"grad{i}": stream.grad, f"x{i}": x, f"dx{i}": dx}
         arguments |= {f"weight{i}": _parameter(stream.weight, stream.grad)}
-        arguments |= {f"d{name}{i}": stream.grad if r is None else r for name, r in zip(("weight", "bias"), rows,
-        strict=True)} arguments |= _strides(f"g{i}", stream.grad, tokens) arguments |= _strides(f"x{i}", x, tokens,
-        grouped=True) | _strides(f"d{i}", dx, tokens, grouped=True) constants |= { f"GROUPS{i}": groups, f"HEADS{i}":
-        0 if absent else heads, f"TILE{i}": 1 if absent else tile.heads[i], f"WEIGHT{i}": _kind(stream.weight,
-        stream.grad), f"NEEDS_X{i}": stream.dx is not None, f"NEEDS_WEIGHT{i}": needs_weight, f"NEEDS_BIAS{i}":
-        needs_bias, }
+        arguments |= {
+            f"d{name}{i}": stream.grad if row is None else row
+            for name, row in zip(("weight", "bias"), rows, strict=True)
+        }
+        arguments |= _strides(f"g{i}", stream.grad, tokens)
+        arguments |= _strides(f"x{i}", x, tokens, grouped=True) | _strides(f"d{i}", dx, tokens, grouped=True)
+        constants |= {
+            f"GROUPS{i}": groups,
+            f"HEADS{i}": 0 if absent else heads,
+            f"TILE{i}": 1 if absent else tile.heads[i],
+            f"WEIGHT{i}": _kind(stream.weight, stream.grad),
+            f"NEEDS_X{i}": stream.dx is not None,
+            f"NEEDS_WEIGHT{i}": needs_weight,
+            f"NEEDS_BIAS{i}": needs_bias,
+        }
     _add_copy(arguments, constants, copy, tile, tokens, streams[0].grad)
     return Launch(backward_kernel, tokens.programs, arguments, constants), sums
 
 
 class _Tokens:
-    """How the kernel walks the tokens: as one run at one stride where every tensor allows it, else as [batch,
-    sequence]."""
+    """How the kernel walks the tokens: as one run if every tensor has one stride for it, else as [batch, sequence]."""
 
     def __init__(
         self, batch: int, sequence: int, tensors: Sequence[Tensor], tables: Tables | None, options: Options
@@ -180,9 +187,7 @@ def _tile(
     tokens: _Tokens, heads: Sequence[tuple[int, int]], copy: Copy | None, head_dim: int, *, backward: bool
 ) -> RowTile:
     counts = [count for _, count in heads] + ([] if copy is None else [copy.x.shape[2]])
-    return tile_rows(
-        counts, head_dim, tokens.platform, backward=backward, one_run=tokens.one_run, tokens=tokens.count
-    )
+    return tile_rows(counts, head_dim, tokens.platform, backward=backward, one_run=tokens.one_run, tokens=tokens.count)
 
 
 def _common(tokens: _Tokens, tile: RowTile, options: Options, head_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -223,8 +228,12 @@ def _common(tokens: _Tokens, tile: RowTile, options: Options, head_dim: int) -> 
 
 
 def _add_copy(
-    arguments: dict[str, Any], constants: dict[str, Any], copy: Copy | None, tile: RowTile, tokens: _Tokens, unused:
-    Tensor
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    copy: Copy | None,
+    tile: RowTile,
+    tokens: _Tokens,
+    unused: Tensor,
 ) -> None:
     """V, and a valid pointer for everything that this launch does not use."""
     source, target = (unused, unused) if copy is None else (copy.x, copy.out)
@@ -244,6 +253,13 @@ def _add_copy(
 def _heads(x: Tensor) -> tuple[int, int]:
     """Groups and heads a group; only the grouped packing, [B, S, KV, H/KV, D], has more than one group."""
     return (x.shape[2], x.shape[3]) if x.dim() == 5 else (1, x.shape[2])
+
+
+def _input_shaped(stream: GradStream) -> Tensor:
+    """A tensor with the input's axes; without one there is nothing to read or write in them."""
+    if stream.x is not None:
+        return stream.x
+    return stream.grad if stream.dx is None else stream.dx
 
 
 def _strides(name: str, x: Tensor, tokens: _Tokens, grouped: bool = False) -> dict[str, int]:

@@ -228,11 +228,12 @@ def _copy_stream(x, y, x_h, x_s, y_h, y_s, left, HEADS: tl.constexpr, TILE: tl.c
     for first in range(0, HEADS, TILE):
         head = first + tl.arange(0, TILE)[None, :, None]
         mask = (token < left) & (head < HEADS)
+        source = x + head * x_h + token * x_s + lane
+        target = y + head * y_h + token * y_s + lane
         if CUT:
-            tl.store(y + head * y_h + token * y_s + lane, tl.load(x + head * x_h + token * x_s + lane, mask=mask,
-            other=0.0), mask=mask)  # fmt: skip
+            tl.store(target, tl.load(source, mask=mask, other=0.0), mask=mask)
         else:
-            tl.store(y + head * y_h + token * y_s + lane, tl.load(x + head * x_h + token * x_s + lane))
+            tl.store(target, tl.load(source))
 
 
 @triton.jit
@@ -338,12 +339,15 @@ def forward_kernel(
                        position_s, left, TOKENS, ENTRIES, PAIRS, GATHER, WRITE, CONJUGATE, MROPE, SECTION_T, SECTION_H,
                        SECTION_W)  # fmt: skip
         _forward_stream(x0 + b * x0_b + s * x0_s, y0 + b * y0_b + s * y0_s, weight0, bias0, weight_row0, bias_row0,
-        x0_g, x0_h, x0_s, y0_h, y0_s, c, n, eps, left, GROUPS0, HEADS0, TILE0, TOKENS, D, NORM, NORM_FIRST, WEIGHT0,
-        BIAS0, PLUS, ENTRIES, START, PAIRS, READ, WRITE)  # fmt: skip if HEADS1 > 0: _forward_stream(x1 + b * x1_b + s
-        * x1_s, y1 + b * y1_b + s * y1_s, weight1, bias1, weight_row1, bias_row1, x1_g, x1_h, x1_s, y1_h, y1_s, c, n,
-        eps, left, GROUPS1, HEADS1, TILE1, TOKENS, D, NORM, NORM_FIRST, WEIGHT1, BIAS1, PLUS, ENTRIES, START, PAIRS,
-        READ, WRITE)  # fmt: skip if COPY_HEADS > 0: _copy_stream(v + b * v_b + s * v_s, copy + b * copy_b + s *
-        copy_s, v_h, v_s, copy_h, copy_s, left, COPY_HEADS, COPY_TILE, TOKENS, D)  # fmt: skip
+                        x0_g, x0_h, x0_s, y0_h, y0_s, c, n, eps, left, GROUPS0, HEADS0, TILE0, TOKENS, D, NORM,
+                        NORM_FIRST, WEIGHT0, BIAS0, PLUS, ENTRIES, START, PAIRS, READ, WRITE)  # fmt: skip
+        if HEADS1 > 0:
+            _forward_stream(x1 + b * x1_b + s * x1_s, y1 + b * y1_b + s * y1_s, weight1, bias1, weight_row1, bias_row1,
+                            x1_g, x1_h, x1_s, y1_h, y1_s, c, n, eps, left, GROUPS1, HEADS1, TILE1, TOKENS, D, NORM,
+                            NORM_FIRST, WEIGHT1, BIAS1, PLUS, ENTRIES, START, PAIRS, READ, WRITE)  # fmt: skip
+        if COPY_HEADS > 0:
+            _copy_stream(v + b * v_b + s * v_s, copy + b * copy_b + s * copy_s, v_h, v_s, copy_h, copy_s, left,
+                         COPY_HEADS, COPY_TILE, TOKENS, D)  # fmt: skip
 
 
 @triton.jit

@@ -37,7 +37,7 @@ def tile_rows(
         heads: heads of each stream that lie at one stride (of one group, for the grouped packing).
         backward: the backward keeps more values on chip.
         one_run: whether all tokens lie at one stride in every tensor and no table row is looked up by position; only
-        then several tokens can be one tile.
+            then several tokens can be one tile.
         tokens: how many there are; an iteration takes no more than a core's share.
 
     Raises:
@@ -45,8 +45,10 @@ def tile_rows(
     """
     most = int(platform.ub * UB_SHARE) // (BACKWARD_BYTES if backward else FORWARD_BYTES) // head_dim
     if most < 1:
-        raise ValueError(f"head_dim={head_dim} does not fit the {platform.ub} bytes of a vector core of
-        {platform.name}.")
+        raise ValueError(
+            f"head_dim={head_dim} does not fit the {platform.ub} bytes of a vector core of {platform.name}; "
+            'use backend="reference".'
+        )
     tiles = tuple(_heads_per_tile(count, most) for count in heads)
     together = 1
     if one_run and all(tile == count for tile, count in zip(tiles, heads, strict=True)):

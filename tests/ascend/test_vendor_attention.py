@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from ascend_tools import device, needs, schemas
+from torch import Tensor
+
 from fusion_pass.kernels import attention_reference, registry
 from fusion_pass.kernels.ascend import attention
 from fusion_pass.kernels.attention_problem import Problem, resolve
-from torch import Tensor
 
 needs(device.missing())
 needs(schemas.missing())
@@ -49,6 +50,12 @@ def hidden(atten_mask: Tensor | None, mode: int, before: int, after: int, rows: 
     return (j > i + after) | (j < i - before)
 
 
+def hidden_by(o: dict[str, Any], query: Tensor, key: Tensor) -> Tensor:
+    mode, mask = o.get("sparse_mode", 0), o.get("atten_mask")
+    before, after = (o.get(name, NO_LIMIT) for name in ("pre_tokens", "next_tokens"))
+    return hidden(mask, mode, before, after, query.shape[1], key.shape[1])
+
+
 def scores_of(q: Tensor, k: Tensor, scale: float, mask: Tensor) -> Tensor:
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     return torch.einsum("bind,bjnd->bnij", q.double(), k.double()).mul(scale).masked_fill(mask, -torch.inf)
@@ -60,14 +67,17 @@ def emulate(
     assert input_layout == "BSND"
     assert head_num == query.shape[2]
     assert o.get("keep_prob", 1.0) == 1.0
-    mask = hidden(o.get("atten_mask"), o.get("sparse_mode", 0), o.get("pre_tokens", NO_LIMIT), o.get("next_tokens",
-    NO_LIMIT), query.shape[1], key.shape[1])  # fmt: skip scores = scores_of(query, key, o["scale"], mask) if
-    o.get("inner_precise", 0) != 2: assert scores.isfinite().any(-1).all(), "a row without keys, and invalid-row
-    computation is off" maximum = scores.amax(-1, keepdim=True).clamp(min=-1e30) weights = (scores - maximum).exp()
-    total = weights.sum(-1, keepdim=True) v = value.repeat_interleave(query.shape[2] // value.shape[2], 2).double()
-    out = torch.einsum("bnij,bjnd->bind", weights / total.clamp(min=1e-30), v).to(query.dtype) eight =
-    (*total.shape[:-1], 8) return out, maximum.expand(eight).float(), total.expand(eight).float(), torch.empty(0), 0,
-    0, 0
+    mask = hidden_by(o, query, key)
+    scores = scores_of(query, key, o["scale"], mask)
+    if o.get("inner_precise", 0) != 2:
+        assert scores.isfinite().any(-1).all(), "a row without keys, and invalid-row computation is off"
+    maximum = scores.amax(-1, keepdim=True).clamp(min=-1e30)
+    weights = (scores - maximum).exp()
+    total = weights.sum(-1, keepdim=True)
+    v = value.repeat_interleave(query.shape[2] // value.shape[2], 2).double()
+    out = torch.einsum("bnij,bjnd->bind", weights / total.clamp(min=1e-30), v).to(query.dtype)
+    eight = (*total.shape[:-1], 8)
+    return out, maximum.expand(eight).float(), total.expand(eight).float(), torch.empty(0), 0, 0, 0
 
 
 def emulate_grad(
@@ -75,16 +85,19 @@ def emulate_grad(
 ) -> tuple[Tensor, ...]:
     assert input_layout == "BSND"
     assert head_num == query.shape[2]
-    mask = hidden(o.get("atten_mask"), o.get("sparse_mode", 0), o.get("pre_tokens", NO_LIMIT), o.get("next_tokens",
-    NO_LIMIT), query.shape[1], key.shape[1])  # fmt: skip scores = scores_of(query, key, o["scale_value"], mask)
-    assert o["softmax_max"].shape == (*scores.shape[:-1], 8) == o["softmax_sum"].shape p = (scores -
-    o["softmax_max"][..., :1].double()).exp() / o["softmax_sum"][..., :1].double() group = query.shape[2] //
-    key.shape[2] k, v = (t.repeat_interleave(group, 2).double() for t in (key, value)) g = dy.double() delta = (g *
-    o["attention_in"].double()).sum(-1).transpose(1, 2)[..., None] ds = p * (torch.einsum("bind,bjnd->bnij", g, v) -
-    delta) * o["scale_value"] dq = torch.einsum("bnij,bjnd->bind", ds, k) fold = lambda t: t.unflatten(2,
-    (key.shape[2], group)).sum(3)  # noqa: E731 dk = fold(torch.einsum("bnij,bind->bjnd", ds, query.double())) dv =
-    fold(torch.einsum("bnij,bind->bjnd", p, g)) return *(t.to(query.dtype) for t in (dq, dk, dv)), *(torch.empty(0)
-    for _ in range(4))
+    mask = hidden_by(o, query, key)
+    scores = scores_of(query, key, o["scale_value"], mask)
+    assert o["softmax_max"].shape == (*scores.shape[:-1], 8) == o["softmax_sum"].shape
+    p = (scores - o["softmax_max"][..., :1].double()).exp() / o["softmax_sum"][..., :1].double()
+    group = query.shape[2] // key.shape[2]
+    k, v = (t.repeat_interleave(group, 2).double() for t in (key, value))
+    g = dy.double()
+    delta = (g * o["attention_in"].double()).sum(-1).transpose(1, 2)[..., None]
+    ds = p * (torch.einsum("bind,bjnd->bnij", g, v) - delta) * o["scale_value"]
+    dq = torch.einsum("bnij,bjnd->bind", ds, k)
+    dk = torch.einsum("bnij,bind->bjnd", ds, query.double()).unflatten(2, (-1, group)).sum(3)
+    dv = torch.einsum("bnij,bind->bjnd", p, g).unflatten(2, (-1, group)).sum(3)
+    return *(t.to(query.dtype) for t in (dq, dk, dv)), *(torch.empty(0) for _ in range(4))
 
 
 def emulate_decode(query: Tensor, key: Tensor, value: Tensor, **o: Any) -> tuple[Tensor, Tensor]:

@@ -168,6 +168,13 @@ def plan_memory(lowered: Lowered, platform: str) -> Plan:
     )
 
 
+def device_spec(lowered: Lowered, platform: str) -> dict[str, int]:
+    """The compiler's own table of the chip, as it writes it into the module: cores, and memory sizes in bits."""
+    plan_memory(lowered, platform)
+    module = (CACHE / f"{lowered.digest}.{platform}" / "module.hivm.opt.mlir").read_text()
+    return {name: int(value) for name, value in re.findall(r'dlti\.dl_entry<"(\w+)", (\d+) : i\d+>', module)}
+
+
 ELEMENT_BYTES = {"f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i16": 2, "i8": 1, "i1": 1, "i64": 8, "f64": 8}
 
 
@@ -190,13 +197,24 @@ def run_on_host(launch: Any) -> None:
     lowered = lower(launch)
     function = _host_function(lowered)
     values: list[Any] = []
-    keep: list[Any] = [_Descriptor(torch.zeros(4096, dtype=torch.int8)), _Descriptor(torch.zeros(4096,
-    dtype=torch.int8))] values += [ctypes.byref(descriptor) for descriptor in keep] names = [name for name in
-    launch.kernel.arg_names if name not in launch.constants] for name in names: value = launch.arguments[name] if
-    isinstance(value, torch.Tensor): keep.append(_Descriptor(value)) values.append(ctypes.byref(keep[-1])) elif
-    isinstance(value, float): values.append(ctypes.c_float(value)) else: values.append((ctypes.c_int32 if _type(value)
-    == "i32" else ctypes.c_int64)(value)) for program in range(launch.programs): grid = [launch.programs, 1, 1,
-    program, 0, 0] function(*values, *(ctypes.c_int32(v) for v in grid))
+    keep: list[Any] = [
+        _Descriptor(torch.zeros(4096, dtype=torch.int8)),
+        _Descriptor(torch.zeros(4096, dtype=torch.int8)),
+    ]
+    values += [ctypes.byref(descriptor) for descriptor in keep]
+    names = [name for name in launch.kernel.arg_names if name not in launch.constants]
+    for name in names:
+        value = launch.arguments[name]
+        if isinstance(value, torch.Tensor):
+            keep.append(_Descriptor(value))
+            values.append(ctypes.byref(keep[-1]))
+        elif isinstance(value, float):
+            values.append(ctypes.c_float(value))
+        else:
+            values.append((ctypes.c_int32 if _type(value) == "i32" else ctypes.c_int64)(value))
+    for program in range(launch.programs):
+        grid = [launch.programs, 1, 1, program, 0, 0]
+        function(*values, *(ctypes.c_int32(v) for v in grid))
 
 
 class _Descriptor(ctypes.Structure):
