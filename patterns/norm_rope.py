@@ -21,7 +21,7 @@ from fusion_pass.graph.vocabulary import layer_of
 from .consumers import Use, use_of
 from .facts import Refused
 from .layout import result_steps
-from .pairing import Pair, difference, same_tables
+from .pairing import Pair, difference, same_scalar, same_tables
 from .reading import Reading, read, roots
 
 
@@ -75,7 +75,7 @@ def _groups(effects: Effects, readings: Sequence[Reading]) -> list[Pair | Readin
         first, second = partner[0], reading
         if partner[1] is not None and partner[1].place == "key":
             first, second = second, first
-        if first.norm is not None and second.norm is not None and first.norm.eps != second.norm.eps:
+        if first.norm is not None and second.norm is not None and not same_scalar(first.norm.eps, second.norm.eps):
             groups.append(
                 Refusal(
                     "qk_norm_rope",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.evaluate import Evaluator
 from fusion_pass.graph.lanes import Opaque, Value
 from fusion_pass.graph.site import Operand
-from fusion_pass.graph.vocabulary import fake_tensor
+from fusion_pass.graph.vocabulary import fake, fake_tensor
 
 from .reading import Reading
 from .rotary import equal
@@ -49,6 +53,22 @@ def difference(a: Reading, b: Reading) -> str | None:
     if x is None or y is None or x.dtype != y.dtype:
         return "dtype"
     return None
+
+
+def same_scalar(a: float | fx.Node, b: float | fx.Node) -> bool:
+    """Whether two scalars are one value, for certain.
+
+    Under `dynamic=True` the eps of q's norm and that of k's are two graph inputs, equal or not as the model's attributes have it. `float()` of
+    their symbolic values compares them as they are now and has Dynamo guard both: other values compile another graph.
+    """
+    if a == b:
+        return True
+    values = [fake(scalar) if isinstance(scalar, fx.Node) else scalar for scalar in (a, b)]
+    try:
+        x, y = (float(value) if isinstance(value, torch.SymFloat | float | int) else None for value in values)
+    except GuardOnDataDependentSymNode:
+        return False
+    return x is not None and x == y
 
 
 def same_tables(effects: Effects, a: Reading, b: Reading) -> bool:
