@@ -22,13 +22,13 @@ PASSES = ("forward", "dq", "dkdv")
 # Per pass and architecture: (largest head_dim, tile), ascending. An architecture not listed uses the next lower one's row.
 # 80: 163 KiB of shared memory a program; 86: 99 KiB (also sm_89 and sm_120); 90: 227 KiB (also sm_100).
 TILES: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
-    ("forward", 90): ((64, Tile(128, 128, 8, 3)), (128, Tile(128, 128, 8, 2)), (256, Tile(128, 64, 8, 2))),
+    ("forward", 90): ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 3))),
     ("forward", 80): ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 32, 4, 2))),
     ("forward", 86): ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 2)), (256, Tile(64, 32, 4, 1))),
-    ("dq", 90): ((64, Tile(128, 64, 8, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 1))),
+    ("dq", 90): ((64, Tile(64, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 2))),
     ("dq", 80): ((64, Tile(128, 64, 8, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 8, 1))),
     ("dq", 86): ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
-    ("dkdv", 90): ((64, Tile(64, 128, 8, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 64, 8, 1))),
+    ("dkdv", 90): ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(32, 64, 8, 2))),
     ("dkdv", 80): ((64, Tile(64, 128, 8, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
     ("dkdv", 86): ((64, Tile(64, 64, 4, 2)), (128, Tile(32, 64, 4, 1)), (256, Tile(32, 32, 4, 1))),
 }

@@ -33,76 +33,34 @@ from .lanes import (
 
 # Sizes and strides are not specialised on: alignment comes from VEC, and one binary serves every batch and sequence length.
 FORWARD_INTEGERS = (
-    "S",
-    "blocks_per_sequence",
-    "table_r",
-    "table_b",
-    "table_s",
-    "position_r",
-    "position_b",
-    "position_s",
-    "max_position",
-    "q_b",
-    "q_s",
-    "q_g",
-    "q_h",
-    "k_b",
-    "k_s",
-    "k_h",
-    "v_b",
-    "v_s",
-    "v_h",
-    "qo_b",
-    "qo_s",
-    "qo_h",
-    "ko_b",
-    "ko_s",
-    "ko_h",
-    "vo_b",
-    "vo_s",
-    "vo_h",
-)
+    "S", "blocks_per_sequence", "table_r", "table_b", "table_s", "position_r", "position_b", "position_s",
+    "max_position", "q_b", "q_s", "q_g", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "qo_b", "qo_s", "qo_h",
+    "ko_b", "ko_s", "ko_h", "vo_b", "vo_s", "vo_h",
+)  # fmt: skip
 
 
 @triton.jit
-def copy_heads(source, target, mask, D: tl.constexpr, PAD: tl.constexpr):
-    """Move the heads at `source` to `target`."""
-    i = tl.arange(0, PAD)[None, None, :]
-    tl.store(target + i, tl.load(source + i, mask=mask & (i < D), other=0), mask=mask & (i < D))
-
-
-@triton.jit
-def forward_tile(
-    source,
-    target,
-    mask,
-    W,
-    BIAS,
-    cos_a,
-    cos_b,
-    sin_a,
-    sin_b,
-    h0,
-    H: tl.constexpr,
-    BH: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    START: tl.constexpr,
-    L: tl.constexpr,
-    P: tl.constexpr,
-    ROTATE: tl.constexpr,
-    READS_ADJACENT: tl.constexpr,
-    WRITES_ADJACENT: tl.constexpr,
-    NORM: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    NORM_FIRST: tl.constexpr,
-    EPS: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """Normalise and rotate one tile."""
+def forward_stream(
+    X, x_b, x_s, x_g, x_h, OUT, o_b, o_s, o_h, W, BIAS, COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b,
+    position_s, max_position, batch, s0, S, h0, H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PER_HEAD: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr,
+    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
+    SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr, EPS: tl.constexpr,
+    ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """One tile of q or k, from memory to memory."""
+    mask = tile_mask(s0, S, h0, H, BT, BH, WHOLE_BLOCKS)
+    cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
+    if ROTATE:
+        cos_a, cos_b, sin_a, sin_b = load_tables(
+            COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0, S,
+            R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
+            CONJUGATE, WHOLE_BLOCKS, ACC, BT, BH,
+        )  # fmt: skip
+    source = tile_pointers(X, x_b, x_s, x_g, x_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BH)
+    target = tile_pointers(OUT, o_b, o_s, 0, o_h, batch, s0, h0, 0, VEC, WIDE, BT, BH)
     a, b, rest = load_lanes(source, mask, D, R, START, L, P, READS_ADJACENT)
     a = a.to(ACC)
     b = b.to(ACC)
@@ -122,99 +80,43 @@ def forward_tile(
             if P > 0:
                 rest = rest * wrest
         if HAS_BIAS:
-            wa, wb, wrest = load_parameter(BIAS, h0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, False, ACC, BH)
-            a = a + wa
-            b = b + wb
+            ba, bb, brest = load_parameter(BIAS, h0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, False, ACC, BH)
+            a = a + ba
+            b = b + bb
             if P > 0:
-                rest = rest + wrest
+                rest = rest + brest
     if ROTATE and NORM_FIRST:
         a, b = rotate(a, b, cos_a, cos_b, sin_a, sin_b)
     store_lanes(target, mask, a, b, rest, D, R, START, L, P, WRITES_ADJACENT)
 
 
+@triton.jit
+def copy_stream(
+    V, v_b, v_s, v_h, OUT, o_b, o_s, o_h, batch, s0, S, h0, H: tl.constexpr, BH: tl.constexpr, D: tl.constexpr,
+    PAD: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """One tile of v, moved as it is."""
+    i = tl.arange(0, PAD)[None, None, :]
+    mask = tile_mask(s0, S, h0, H, BT, BH, WHOLE_BLOCKS) & (i < D)
+    source = tile_pointers(V, v_b, v_s, 0, v_h, batch, s0, h0, 0, VEC, WIDE, BT, BH)
+    target = tile_pointers(OUT, o_b, o_s, 0, o_h, batch, s0, h0, 0, VEC, WIDE, BT, BH)
+    tl.store(target + i, tl.load(source + i, mask=mask, other=0), mask=mask)
+
+
 @triton.jit(do_not_specialize=FORWARD_INTEGERS)
 def forward_kernel(
-    Q,
-    QO,
-    K,
-    KO,
-    V,
-    VO,
-    QW,
-    QB,
-    KW,
-    KB,
-    COS,
-    SIN,
-    POSITIONS,
-    S,
-    blocks_per_sequence,
-    table_r,
-    table_b,
-    table_s,
-    position_r,
-    position_b,
-    position_s,
-    max_position,
-    q_b,
-    q_s,
-    q_g,
-    q_h,
-    k_b,
-    k_s,
-    k_h,
-    v_b,
-    v_s,
-    v_h,
-    qo_b,
-    qo_s,
-    qo_h,
-    ko_b,
-    ko_s,
-    ko_h,
-    vo_b,
-    vo_s,
-    vo_h,
-    HQ: tl.constexpr,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    START: tl.constexpr,
-    L: tl.constexpr,
-    P: tl.constexpr,
-    ROTATE: tl.constexpr,
-    READS_ADJACENT: tl.constexpr,
-    WRITES_ADJACENT: tl.constexpr,
-    CONJUGATE: tl.constexpr,
-    PER_LANE: tl.constexpr,
-    TABLE_VEC: tl.constexpr,
-    LANE_STRIDE: tl.constexpr,
-    GATHER: tl.constexpr,
-    MROPE: tl.constexpr,
-    SECTION_T: tl.constexpr,
-    SECTION_H: tl.constexpr,
-    SECTION_W: tl.constexpr,
-    NORM: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    NORM_FIRST: tl.constexpr,
-    EPS: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    HAS_QW: tl.constexpr,
-    HAS_QB: tl.constexpr,
-    HAS_KW: tl.constexpr,
-    HAS_KB: tl.constexpr,
-    ACC: tl.constexpr,
-    VEC: tl.constexpr,
-    WIDE: tl.constexpr,
-    WHOLE_BLOCKS: tl.constexpr,
-    BT: tl.constexpr,
-    BHQ: tl.constexpr,
-    BHK: tl.constexpr,
-    BHV: tl.constexpr,
-    PAD: tl.constexpr,
-):
+    Q, QO, K, KO, V, VO, QW, QB, KW, KB, COS, SIN, POSITIONS, S, blocks_per_sequence,
+    table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+    q_b, q_s, q_g, q_h, k_b, k_s, k_h, v_b, v_s, v_h, qo_b, qo_s, qo_h, ko_b, ko_s, ko_h, vo_b, vo_s, vo_h,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr,
+    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
+    SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr, EPS: tl.constexpr,
+    PER_HEAD: tl.constexpr, HAS_QW: tl.constexpr, HAS_QB: tl.constexpr, HAS_KW: tl.constexpr, HAS_KB: tl.constexpr,
+    ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
+    BHQ: tl.constexpr, BHK: tl.constexpr, BHV: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
     Q_TILES: tl.constexpr = (HQ + BHQ - 1) // BHQ
     K_TILES: tl.constexpr = (HK + BHK - 1) // BHK
     V_TILES: tl.constexpr = (HV + BHV - 1) // BHV
@@ -225,45 +127,26 @@ def forward_kernel(
     batch = block // blocks_per_sequence
     s0 = (block % blocks_per_sequence) * BT
     if tile < Q_TILES:
-        h0 = tile * BHQ
-        mask = tile_mask(s0, S, h0, HQ, BT, BHQ, WHOLE_BLOCKS)
-        cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
-        if ROTATE:
-            cos_a, cos_b, sin_a, sin_b = load_tables(
-                COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0, S,
-                R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT, CONJUGATE,
-                WHOLE_BLOCKS, ACC, BT, BHQ,
-            )  # fmt: skip
-        source = tile_pointers(Q, q_b, q_s, q_g, q_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BHQ)
-        target = tile_pointers(QO, qo_b, qo_s, 0, qo_h, batch, s0, h0, 0, VEC, WIDE, BT, BHQ)
-        forward_tile(
-            source, target, mask, QW, QB, cos_a, cos_b, sin_a, sin_b, h0, HQ, BHQ, HAS_QW, HAS_QB, PER_HEAD,
-            D, R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC,
+        forward_stream(
+            Q, q_b, q_s, q_g, q_h, QO, qo_b, qo_s, qo_h, QW, QB, COS, SIN, POSITIONS, table_r, table_b, table_s, position_r,
+            position_b, position_s, max_position, batch, s0, S, tile * BHQ, HQ, BHQ, GROUP, HAS_QW, HAS_QB, PER_HEAD, D, R,
+            START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC, LANE_STRIDE, GATHER, MROPE,
+            SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         if HK > 0:
-            h0 = (tile - Q_TILES) * BHK
-            mask = tile_mask(s0, S, h0, HK, BT, BHK, WHOLE_BLOCKS)
-            cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
-            if ROTATE:
-                cos_a, cos_b, sin_a, sin_b = load_tables(
-                    COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0,
-                    S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
-                    CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHK,
-                )  # fmt: skip
-            source = tile_pointers(K, k_b, k_s, 0, k_h, batch, s0, h0, 0, VEC, WIDE, BT, BHK)
-            target = tile_pointers(KO, ko_b, ko_s, 0, ko_h, batch, s0, h0, 0, VEC, WIDE, BT, BHK)
-            forward_tile(
-                source, target, mask, KW, KB, cos_a, cos_b, sin_a, sin_b, h0, HK, BHK, HAS_KW, HAS_KB, PER_HEAD,
-                D, R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC,
+            forward_stream(
+                K, k_b, k_s, 0, k_h, KO, ko_b, ko_s, ko_h, KW, KB, COS, SIN, POSITIONS, table_r, table_b, table_s, position_r,
+                position_b, position_s, max_position, batch, s0, S, (tile - Q_TILES) * BHK, HK, BHK, 0, HAS_KW, HAS_KB,
+                PER_HEAD, D, R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC,
+                LANE_STRIDE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE,
+                WHOLE_BLOCKS, BT,
             )  # fmt: skip
-    else:
-        if HV > 0:
-            h0 = (tile - Q_TILES - K_TILES) * BHV
-            mask = tile_mask(s0, S, h0, HV, BT, BHV, WHOLE_BLOCKS)
-            source = tile_pointers(V, v_b, v_s, 0, v_h, batch, s0, h0, 0, VEC, WIDE, BT, BHV)
-            target = tile_pointers(VO, vo_b, vo_s, 0, vo_h, batch, s0, h0, 0, VEC, WIDE, BT, BHV)
-            copy_heads(source, target, mask, D, PAD)
+    elif HV > 0:
+        copy_stream(
+            V, v_b, v_s, v_h, VO, vo_b, vo_s, vo_h, batch, s0, S, (tile - Q_TILES - K_TILES) * BHV, HV, BHV, D, PAD, VEC, WIDE,
+            WHOLE_BLOCKS, BT,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -340,43 +223,10 @@ def backward_tile(
 
 
 BACKWARD_INTEGERS = (
-    "S",
-    "blocks_per_sequence",
-    "blocks",
-    "table_r",
-    "table_b",
-    "table_s",
-    "position_r",
-    "position_b",
-    "position_s",
-    "max_position",
-    "gq_b",
-    "gq_s",
-    "gq_h",
-    "q_b",
-    "q_s",
-    "q_g",
-    "q_h",
-    "dq_b",
-    "dq_s",
-    "dq_g",
-    "dq_h",
-    "gk_b",
-    "gk_s",
-    "gk_h",
-    "k_b",
-    "k_s",
-    "k_h",
-    "dk_b",
-    "dk_s",
-    "dk_h",
-    "gv_b",
-    "gv_s",
-    "gv_h",
-    "dv_b",
-    "dv_s",
-    "dv_h",
-)
+    "S", "blocks_per_sequence", "blocks", "table_r", "table_b", "table_s", "position_r", "position_b", "position_s",
+    "max_position", "gq_b", "gq_s", "gq_h", "q_b", "q_s", "q_g", "q_h", "dq_b", "dq_s", "dq_g", "dq_h", "gk_b",
+    "gk_s", "gk_h", "k_b", "k_s", "k_h", "dk_b", "dk_s", "dk_h", "gv_b", "gv_s", "gv_h", "dv_b", "dv_s", "dv_h",
+)  # fmt: skip
 
 
 @triton.jit
@@ -519,11 +369,10 @@ def backward_kernel(
         s0 = (block % blocks_per_sequence) * BT
         if HV > 0:
             for j in tl.static_range((HV + BHV - 1) // BHV):
-                mask = tile_mask(s0, S, j * BHV, HV, BT, BHV, WHOLE_BLOCKS)
-                h0 = tl.full([], j * BHV, tl.int32)
-                source = tile_pointers(GV, gv_b, gv_s, 0, gv_h, batch, s0, h0, 0, VEC, WIDE, BT, BHV)
-                target = tile_pointers(DV, dv_b, dv_s, 0, dv_h, batch, s0, h0, 0, VEC, WIDE, BT, BHV)
-                copy_heads(source, target, mask, D, PAD)
+                copy_stream(
+                    GV, gv_b, gv_s, gv_h, DV, dv_b, dv_s, dv_h, batch, s0, S, tl.full([], j * BHV, tl.int32), HV, BHV, D, PAD, VEC,
+                    WIDE, WHOLE_BLOCKS, BT,
+                )  # fmt: skip
         cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
         if ROTATE:
             cos_a, cos_b, sin_a, sin_b = load_tables(

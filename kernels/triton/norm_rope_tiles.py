@@ -43,29 +43,32 @@ def heads_per_tile(heads: int, limit: int) -> int:
     return size
 
 
+def _previous_power_of_2(n: int) -> int:
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
+def _tiles(
+    q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool, elements: int, elements_a_thread: int
+) -> Tiles:
+    k = next_power_of_2(max(k_heads, 1))
+    v = heads_per_tile(max(k_heads, 1), MAX_HEADS)
+    if all_heads:
+        q, tokens = next_power_of_2(q_heads), 1
+    else:
+        q = heads_per_tile(q_heads, MAX_HEADS)
+        k = v
+        if k_heads:
+            q = min(q, k)
+        tokens = min(_previous_power_of_2(elements // (q * head_lanes)), next_power_of_2(max(sequence, 1)))
+    warps = _previous_power_of_2(tokens * q * head_lanes // (32 * elements_a_thread))
+    return Tiles(tokens, q, k, v, min(warps, 16))
+
+
 def forward_tiles(q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool) -> Tiles:
     """Tiles of the forward. `head_lanes` is head_dim padded; `all_heads`: the norm needs all heads of a token in one tile."""
-    if all_heads:
-        q, k = next_power_of_2(q_heads), next_power_of_2(max(k_heads, 1))
-        warps = min(max(q * head_lanes // 1024, 1), 16)
-        return Tiles(1, q, k, heads_per_tile(max(k_heads, 1), MAX_HEADS), next_power_of_2(warps))
-    k = heads_per_tile(max(k_heads, 1), MAX_HEADS)
-    q = heads_per_tile(q_heads, MAX_HEADS) if k_heads == 0 else min(heads_per_tile(q_heads, MAX_HEADS), k)
-    tokens = max(FORWARD_ELEMENTS // (q * head_lanes), 1)
-    tokens = min(tokens, next_power_of_2(max(sequence, 1)))
-    warps = 2 if tokens * q * head_lanes >= FORWARD_ELEMENTS else 1
-    return Tiles(tokens, q, k, k, warps)
+    return _tiles(q_heads, k_heads, head_lanes, sequence, all_heads, FORWARD_ELEMENTS, 32)
 
 
 def backward_tiles(q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool) -> Tiles:
     """Tiles of the backward; see `forward_tiles`."""
-    if all_heads:
-        q, k = next_power_of_2(q_heads), next_power_of_2(max(k_heads, 1))
-        warps = min(max(q * head_lanes // 512, 1), 16)
-        return Tiles(1, q, k, heads_per_tile(max(k_heads, 1), MAX_HEADS), next_power_of_2(warps))
-    k = heads_per_tile(max(k_heads, 1), MAX_HEADS)
-    q = heads_per_tile(q_heads, MAX_HEADS) if k_heads == 0 else min(heads_per_tile(q_heads, MAX_HEADS), k)
-    tokens = max(BACKWARD_ELEMENTS // (q * head_lanes), 1)
-    tokens = min(tokens, next_power_of_2(max(sequence, 1)))
-    warps = max(tokens * q * head_lanes // 256, 1)
-    return Tiles(tokens, q, k, k, min(warps, 8))
+    return _tiles(q_heads, k_heads, head_lanes, sequence, all_heads, BACKWARD_ELEMENTS, 16 if all_heads else 8)

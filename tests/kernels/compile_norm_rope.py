@@ -164,6 +164,7 @@ INSTANCES: dict[str, dict[str, Any]] = {
     "head_dim 192": {"heads": 16, "kv_heads": 4, "head_dim": 192},
     "float32": {"dtype": torch.float32},
     "float64": {"heads": 4, "kv_heads": 2, "dtype": torch.float64, "tables": torch.float64},
+    "tiles of three sizes": {"heads": 3, "kv_heads": 1, "norm_scope": "hidden"},
     "table gradients": {"table_gradients": True, "parameters": "wb", "packed": False},
 }  # fmt: skip
 
