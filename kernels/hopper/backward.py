@@ -31,6 +31,12 @@ _DQ_FULL = gl.constexpr(4)
 _DQ_FREE = gl.constexpr(6)
 _STAGE_FREE = gl.constexpr(8)
 
+_FIRST = gl.constexpr(0)
+"""Bounds of the loop over tiles, by place in shared memory: first and last tile, first and last one without a mask."""
+_LAST = gl.constexpr(1)
+_CLEAR_FIRST = gl.constexpr(2)
+_CLEAR_LAST = gl.constexpr(3)
+
 
 @aggregate
 class Problem:
@@ -90,13 +96,13 @@ class Shared:
     dq_halves: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    counts: gl.shared_memory_descriptor
+    bounds: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, do, k, v, ds, dq, dq_halves, lse, delta, counts, q_full, do_full, kv_full):
+    def __init__(self, q, do, k, v, ds, dq, dq_halves, lse, delta, bounds, q_full, do_full, kv_full):
         self.q = q
         self.do = do
         self.k = k
@@ -106,7 +112,7 @@ class Shared:
         self.dq_halves = dq_halves
         self.lse = lse
         self.delta = delta
-        self.counts = counts
+        self.bounds = bounds
         self.q_full = q_full
         self.do_full = do_full
         self.kv_full = kv_full
@@ -143,10 +149,23 @@ def batch_and_head(p):
 
 
 @gluon.jit
+def tile_at(i, first, last, T: gl.constexpr):
+    """The i-th tile of queries of a head.
+
+    Deterministic blocks run from the last tile down: all blocks of a head start at the same tile, one turn apart, and the later ones of a
+    causal mask have as many tiles less to do as they wait. From the first tile up each would wait twice as long.
+    """
+    if T.deterministic:
+        return last - 1 - i
+    else:
+        return first + i
+
+
+@gluon.jit
 def load_partition(p, mem, T: gl.constexpr):
     kv_heads, group, seq_q, seq_k = p.sizes
     b, kv = batch_and_head(p)
-    first, last, clear_first, clear_last = p.tiles
+    first, last = p.tiles
     THREADS: gl.constexpr = T.num_warps * 32 + 32
     per_head = gl.cdiv(seq_q, T.block_m)
     mbarrier.expect(mem.kv_full.index(0), p.k.block_type.nbytes)
@@ -157,7 +176,8 @@ def load_partition(p, mem, T: gl.constexpr):
     for member in range(group):
         h = kv * group + member
         row_of_tile = (b * kv_heads * group + h) * per_head
-        for tile in range(first, last):
+        for i in range(last - first):
+            tile = tile_at(i, first, last, T)
             stage = use % T.stages
             if use >= T.stages:
                 barriers.sync(_STAGE_FREE + stage, THREADS)
@@ -191,7 +211,7 @@ def earlier_blocks(tile, p, T: gl.constexpr):
 def dq_partition(p, mem, T: gl.constexpr):
     kv_heads, group, seq_q, seq_k = p.sizes
     b, kv = batch_and_head(p)
-    first, last, clear_first, clear_last = p.tiles
+    first, last = p.tiles
     ALL: gl.constexpr = T.num_warps * 32 + 32
     HALF: gl.constexpr = 128 + 32
     per_head = gl.cdiv(seq_q, T.block_m)
@@ -202,13 +222,13 @@ def dq_partition(p, mem, T: gl.constexpr):
         barriers.arrive(_DQ_FREE, ALL)
     for member in range(group):
         h = kv * group + member
-        for tile in range(first, last):
+        for i in range(last - first):
+            tile = tile_at(i, first, last, T)
             row0 = tile * T.block_m
             if T.deterministic:
                 turn = p.turns + (b * kv_heads * group + h) * per_head + tile
                 rank = earlier_blocks(tile, p, T)
-                while gl.atomic_add(turn, 0, sem="acquire", scope="gpu") < rank:
-                    pass
+                barriers.wait_for_turn(turn, rank)
             if T.split_dq:
                 barriers.sync(_DQ_FULL, HALF)
                 tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
@@ -224,9 +244,7 @@ def dq_partition(p, mem, T: gl.constexpr):
                 tma_store_wait(0)
                 barriers.arrive(_DQ_FREE, ALL)
             if T.deterministic:
-                barriers.bulk_writes_done()
-                gl.thread_barrier()
-                gl.atomic_add(turn, 1, sem="release", scope="gpu")
+                barriers.pass_turn(turn)
 
 
 # ---------------------------------------------------------------------------------------------------- compute
@@ -257,8 +275,8 @@ def hide(st, tile, p, T: gl.constexpr):
 
 
 @gluon.jit
-def step(use, tile, dk, dv, p, mem, T: gl.constexpr, MASKED: gl.constexpr):
-    """One tile of queries, the `use`-th of this thread block; `tile` is read where there is a mask."""
+def step(use, tile, masked, dk, dv, p, mem, T: gl.constexpr):
+    """One tile of queries, the `use`-th of this thread block."""
     BLOCK_M: gl.constexpr = T.block_m
     BLOCK_N: gl.constexpr = T.block_n
     QK_DIM: gl.constexpr = T.qk_dim
@@ -283,17 +301,17 @@ def step(use, tile, dk, dv, p, mem, T: gl.constexpr, MASKED: gl.constexpr):
     st = warpgroup_mma_wait(1, (st,))
     if T.softcap:
         st = tanh(st * cap_scale)
-        slope = 1.0 - st * st
-    if MASKED:
-        st = hide(st, tile, p, T)
+        capped = st
+    if T.masked:
+        if masked:
+            st = hide(st, tile, p, T)
     pt = gl.exp2(st * scale - lse)
     delta = mem.delta.index(stage).load(SCORES)
     p_operand = gl.convert_layout(pt.to(mem.q.dtype), P_OPERAND, assert_trivial=True)
-    dpt = warpgroup_mma_wait(0, (dpt,))
-    dst = pt * (dpt - delta)
     if T.softcap:
-        dst = dst * slope
-    ds = dst.to(mem.q.dtype)
+        pt = pt * (1.0 - capped * capped)
+    dpt = warpgroup_mma_wait(0, (dpt,))
+    ds = (pt * (dpt - delta)).to(mem.q.dtype)
     ds_operand = gl.convert_layout(ds, DS_OPERAND, assert_trivial=True)
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     mem.ds.store(ds)
@@ -319,9 +337,9 @@ def step(use, tile, dk, dv, p, mem, T: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def tile_count(mem, which: gl.constexpr):
-    """0: the first tile of queries; 1: tiles with a mask from there on; 2: tiles without one after them; 3: all, masked ones at the end too."""
-    return gl.max(mem.counts.index(which).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+def bound(mem, which: gl.constexpr):
+    """One of the bounds of the loop over tiles of queries."""
+    return gl.max(mem.bounds.index(which).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
@@ -335,21 +353,18 @@ def compute_partition(p, mem, T: gl.constexpr):
     dv = gl.zeros((BLOCK_N, V_DIM), gl.float32, _gradient_layout(T, T.v_dim))
     mbarrier.wait(mem.kv_full.index(0), 0)
     mbarrier.wait(mem.kv_full.index(1), 0)
-    for member in range(group):
-        # Counts come from shared memory where they are needed: held in registers across the loops they make the loops spill.
-        start = member * tile_count(mem, 3)
-        if T.masked:
-            shift = tile_count(mem, 0) - start
-            for use in range(start, start + tile_count(mem, 1)):
-                dk, dv = step(use, use + shift, dk, dv, p, mem, T, True)
-            start += tile_count(mem, 1)
-        for use in range(start, start + tile_count(mem, 2)):
-            dk, dv = step(use, 0, dk, dv, p, mem, T, False)
-        if T.left_limit:
-            start = (member + 1) * tile_count(mem, 3)
-            shift = tile_count(mem, 0) + tile_count(mem, 3) - start
-            for use in range(member * tile_count(mem, 3) + tile_count(mem, 1) + tile_count(mem, 2), start):
-                dk, dv = step(use, use + shift, dk, dv, p, mem, T, True)
+    # One loop over the tiles of all heads. Its bounds come from shared memory in every turn: in registers they would make it spill, and so
+    # would a loop each for masked and unmasked tiles.
+    tile = tile_at(0, bound(mem, _FIRST), bound(mem, _LAST), T)
+    for use in range(group * (bound(mem, _LAST) - bound(mem, _FIRST))):
+        masked = (tile < bound(mem, _CLEAR_FIRST)) | (tile >= bound(mem, _CLEAR_LAST))
+        dk, dv = step(use, tile, masked, dk, dv, p, mem, T)
+        if T.deterministic:
+            tile -= 1
+            tile = gl.where(tile < bound(mem, _FIRST), bound(mem, _LAST) - 1, tile)
+        else:
+            tile += 1
+            tile = gl.where(tile == bound(mem, _LAST), bound(mem, _FIRST), tile)
     gl.thread_barrier()
     mem.v.reshape([BLOCK_N, V_DIM]).store(dv.to(mem.q.dtype))
     mem.k.reshape([BLOCK_N, QK_DIM]).store((dk * grad_scale).to(mem.q.dtype))
@@ -373,9 +388,9 @@ def _barriers(number: gl.constexpr):
 
 
 @gluon.jit
-def _store(counts, which: gl.constexpr, value):
+def _store(bounds, which: gl.constexpr, value):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    counts.index(which).store(gl.full([1], 0, gl.int32, LAYOUT) + value)
+    bounds.index(which).store(gl.full([1], 0, gl.int32, LAYOUT) + value)
 
 
 @gluon.jit
@@ -413,20 +428,20 @@ def backward_kernel(
     if T.by_rows:
         ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
     first, last, clear_first, clear_last = query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T)
-    counts = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    _store(counts, 0, first)
-    _store(counts, 1, clear_first - first)
-    _store(counts, 2, clear_last - clear_first)
-    _store(counts, 3, last - first)
+    bounds = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    _store(bounds, _FIRST, first)
+    _store(bounds, _LAST, last)
+    _store(bounds, _CLEAR_FIRST, clear_first)
+    _store(bounds, _CLEAR_LAST, clear_last)
     gl.thread_barrier()
     mem = Shared(
-        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_dq, halves, rows_lse, rows_delta, counts,
+        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_dq, halves, rows_lse, rows_delta, bounds,
         _barriers(T.stages), _barriers(T.stages), _barriers(2),
     )  # fmt: skip
     p = Problem(
         q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, order, turns,
         (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride), (scale, cap_scale, grad_scale),
-        block * T.block_n, (first, last, clear_first, clear_last),
+        block * T.block_n, (first, last),
     )  # fmt: skip
     gl.warp_specialize([
         (compute_partition, (p, mem, T)),

@@ -60,3 +60,29 @@ def bulk_writes_done():
     """
     ASM: gl.constexpr = "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0; }"
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _release_asm():
+    lane = ".reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+    return "{ " + lane + "@p red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }"
+
+
+@gluon.jit
+def wait_for_turn(counter, turn):
+    """Wait, in a partition of one warp, until `counter` in global memory has reached `turn`; order what follows after it."""
+    address = counter.to(gl.int64, bitcast=True)
+    ASM: gl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"
+    while gl.inline_asm_elementwise(ASM, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1) < turn:
+        pass
+    gl.inline_asm_elementwise("{ fence.proxy.async; mov.u32 $0, 0; }", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def pass_turn(counter):
+    """Pass the turn on, once the bulk copies of this partition of one warp are written."""
+    bulk_writes_done()
+    gl.thread_barrier()
+    ASM: gl.constexpr = _release_asm()
+    gl.inline_asm_elementwise(ASM, "=r,l", [counter.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,0 +1,91 @@
+"""Every kind of instance compiles for sm_90a without a GPU; its registers, shared memory and instructions are what the design says.
+
+Compilation runs in a process of its own: other tests import Triton in interpreter mode, which changes the language for good.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+REPRESENTATIVE = ("forward-128x128-right", "forward-64x64-rows", "backward-128x128-right-deterministic", "backward-64x64-none")
+
+SHARED_MEMORY = 232448
+"""Bytes a thread block of sm_90 can have."""
+
+SPILLS = {
+    # Registers spilled to local memory, bytes, by pattern; the first that matches counts. In every row but those of head_dim 64 the spills
+    # are outside the loop over tiles or in the scalars of a masked tile. docs/hopper.md says what has been tried.
+    "forward-128x128-*-softcap": 64,
+    "forward-256x256-none*": 0,
+    "forward-256x256-*": 128,
+    "forward-*": 0,
+    "backward-64x64-*-softcap": 2048,
+    "backward-64x64-*": 1200,
+    "backward-128x128-*-softcap": 512,
+    "backward-128x128-right*": 0,
+    "backward-128x128-none*": 32,
+    "backward-128x128-*": 128,
+}
+
+TRITON_BARRIERS = {"forward": {0, 1, 2, 3}, "backward": {0, 1, 2, 3}}
+"""Ids that Triton's own barriers may use; ours start above (barriers.py)."""
+
+
+def compile_all(pattern: str) -> list[dict[str, object]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "fusion_pass.kernels.hopper.check", pattern]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_as_designed(used: dict[str, object]) -> None:
+    name = str(used["name"])
+    direction = name.split("-")[0]
+    allowed = next(limit for pattern, limit in SPILLS.items() if fnmatch.fnmatch(name, pattern))
+    assert used["spill_bytes"] <= allowed, used  # type: ignore[operator]
+    assert used["shared_bytes"] <= SHARED_MEMORY, used  # type: ignore[operator]
+    assert not used["warnings"], f"ptxas serialised the products of {name}: {used['warnings']}"
+    assert set(used["barrier_ids"]) <= TRITON_BARRIERS[direction], used  # type: ignore[call-overload]
+    assert used["wgmma"] == expected_wgmma(name), used
+    assert used["tma_reduce"] == (0 if direction == "forward" else 4 if "128x128" in name else 2), used
+
+
+def expected_wgmma(name: str) -> int:
+    """wgmma instructions: tiles over 64 x N x 16, times the places where the source has a product."""
+    direction, dims, mask = name.split("-")[:3]
+    qk_dim, v_dim = (int(dim) for dim in dims.split("x"))
+    qk_dim = {192: 256}.get(qk_dim, qk_dim)
+    if direction == "forward":
+        block_n = 64 if qk_dim == 256 else 128
+        scores, values = qk_dim // 16, block_n // 16
+        loops = {"none": 1, "right": 2, "band": 3, "rows": 3}[mask]
+        # Two consumers; each has the first scores, the loops, the seam between tiles, and the last product with V.
+        return 2 * (scores + (loops + 1) * (scores + values) + values)
+    block_m, block_n = (64, 128) if qk_dim == 128 else (128, 128)
+    # S, dP (over the features), dV, dK (over the queries), dQ (over the keys); one loop whatever the mask.
+    return 2 * (qk_dim // 16) + 2 * (block_m // 16) + block_n // 16
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_representative_instance(name: str) -> None:
+    (used,) = compile_all(name)
+    assert_as_designed(used)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("pattern", ["forward-*", "backward-*"])
+def test_every_instance(pattern: str) -> None:
+    results = compile_all(pattern)
+    assert len(results) == {"forward-*": 48, "backward-*": 24}[pattern]
+    for used in results:
+        assert_as_designed(used)
