@@ -1,0 +1,295 @@
+"""The pattern of attention: calls of `scaled_dot_product_attention` and attention written out become one `attention`.
+
+Matches     `F.scaled_dot_product_attention` in all argument forms, and what `softmax_attention.py` reads.
+Requires    q, k, v of rank 3 or 4; no dropout; masks that can be proved or passed on (`mask.py`); nothing written to the
+            memory that the call reads between its use in the model and the call.
+Becomes     `attention(q, k, v, ...)` on `[B, S, H, D]`: repeated key heads are folded into groups (`heads.py`), a transpose
+            of the result to `[B, S, H, D]` is part of the site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fusion_pass.graph.effects import Effects
+from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site, Step
+from fusion_pass.graph.vocabulary import fake, fake_tensor, layer_of, operation, sizes
+
+from . import softmax_attention
+from .facts import Refused
+from .heads import Heads, Scalar, fold, keeps_everything, moved_axes
+from .index_reading import IndexReader
+from .mask import Frame, MaskRefused, MaskTerm, Meaning, SeenKeys, prove
+from .softmax_attention import check_no_dropout
+
+_BSHD = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention of a graph, before anything is folded."""
+
+    q: Heads
+    k: Heads
+    v: Heads
+    scale: Scalar | None
+    """None: one over the square root of head_dim."""
+    cap: float
+    masks: tuple[MaskTerm, ...]
+    is_causal: bool
+    """Causal, top-left, beside the masks."""
+    sinks: Operand | None
+    result: fx.Node
+    order: tuple[int, ...]
+    """The axis of `[B, S, H, D]` that each axis of `result` is."""
+    nodes: frozenset[fx.Node]
+    """What computes `result` from q, k, v."""
+    scores: fx.Node
+    """Reads q and k."""
+    values: fx.Node
+    """Reads v."""
+
+
+class AttentionPattern:
+    """`patterns.base.Pattern` for attention."""
+
+    name = "attention"
+
+    def find(self, graph: fx.Graph) -> Iterable[Site | Refusal]:
+        """Every site of this fusion in `graph`, and a refusal for every near miss."""
+        candidates = [node for node in graph.nodes if operation(node) in _READERS]
+        if not candidates:
+            return []
+        effects = Effects(graph)
+        index_reader = IndexReader(effects)
+        found: list[Site | Refusal] = []
+        for node in candidates:
+            try:
+                attention = _READERS[operation(node)](effects, node)
+                if attention is not None:
+                    found.append(_site(effects, index_reader, attention))
+            except (Refused, MaskRefused) as reason:
+                found.append(Refusal(self.name, layer_of(node), node, str(reason)))
+        return found
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+_SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _read_sdpa(effects: Effects, node: fx.Node) -> Attention | None:
+    given: dict[str, Any] = {**dict(zip(_SDPA_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+    q, k, v = (given.get(name) for name in ("query", "key", "value"))
+    unknown = given.keys() - set(_SDPA_ARGUMENTS)
+    if unknown or not all(fake_tensor(x) is not None for x in (q, k, v, node)):
+        raise Refused(
+            f"The call {node.name!r} has arguments that are not known: {sorted(unknown) or 'tensors of no shape'}."
+        )
+    ranks = {cast(torch.Tensor, fake_tensor(x)).dim() for x in (q, k, v, node)}
+    if ranks not in ({3}, {4}):
+        raise Refused(f"Query, key and value have {sorted(ranks)} axes; attention is fused for three or four.")
+    check_no_dropout(given.get("dropout_p", 0.0))
+    mask, causal, scale = given.get("attn_mask"), given.get("is_causal", False), given.get("scale")
+    if not isinstance(causal, bool):
+        raise Refused("is_causal is known only at run time.")
+    masks: tuple[MaskTerm, ...] = ()
+    if isinstance(mask, fx.Node):
+        if causal:
+            raise Refused("attn_mask and is_causal are both given, which scaled_dot_product_attention does not take.")
+        boolean = cast(torch.Tensor, fake_tensor(mask)).dtype == torch.bool
+        masks = (MaskTerm(mask, node, Meaning.SEEN if boolean else Meaning.ADDED),)
+    order = (0, 2, 1, 3) if ranks == {4} else (0, 1, None, 2)
+    heads = [Heads(cast(fx.Node, x), order) for x in (q, k, v)]
+    return Attention(
+        *heads,
+        scale=_scale(scale),
+        cap=0.0,
+        masks=masks,
+        is_causal=causal,
+        sinks=None,
+        result=node,
+        order=(0, 2, 1, 3) if ranks == {4} else (0, 1, 3),
+        nodes=frozenset({node}),
+        scores=node,
+        values=node,
+    )
+
+
+def _scale(value: object) -> Scalar | None:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return None if value is None else float(value)
+    if isinstance(value, fx.Node) and isinstance(fake(value), torch.SymFloat | float):
+        return value
+    raise Refused(f"The scale is {value}, which is no number.")
+
+
+def _read_written(effects: Effects, node: fx.Node) -> Attention | None:
+    written = softmax_attention.read(effects, node)
+    if written is None:
+        return None
+    scores = written.scores
+    scale: Scalar = scores.inner
+    if scores.cap is not None:
+        assert isinstance(scale, float)
+        scale = scale * scores.cap
+    return Attention(
+        scores.q,
+        scores.k,
+        written.v,
+        scale=scale,
+        cap=scores.cap or 0.0,
+        masks=scores.masks,
+        is_causal=False,
+        sinks=written.sinks,
+        result=written.result,
+        order=written.order,
+        nodes=written.nodes,
+        scores=scores.product,
+        values=written.values,
+    )
+
+
+_READERS = {
+    "scaled_dot_product_attention": _read_sdpa,
+    **dict.fromkeys(softmax_attention.SOFTMAX, _read_written),
+}
+
+
+# --- from an attention to a site --------------------------------------------------------------------------------------
+
+
+def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> Site:
+    output, chain, out_order = _output(effects, attention)
+    anchor = output.node
+    frame = _frame(attention)
+    q, k, v = _folded(effects, attention, anchor)
+    dtype = cast(torch.Tensor, fake_tensor(attention.result)).dtype
+    for heads, reader in ((q, attention.scores), (k, attention.scores), (v, attention.values)):
+        _check_dtype(heads, reader, dtype)
+        _check_unwritten(effects, heads.node, heads.folded[-1] if heads.folded else reader, anchor)
+    if attention.sinks is not None:
+        _check_unwritten(effects, attention.sinks.node, attention.result, anchor)
+    seen = prove(index_reader, attention.masks, frame, anchor)
+    if attention.is_causal:
+        seen = replace(seen, causal="top_left")
+    call = Call(
+        "attention",
+        tensors={
+            "q": q.operand(dtype),
+            "k": k.operand(dtype),
+            "v": v.operand(dtype),
+            "mask": seen.mask,
+            "sinks": attention.sinks,
+            "q_segment_ids": seen.q_segments,
+            "k_segment_ids": seen.k_segments,
+        },
+        options=_options(attention, q.factor * k.factor, seen, out_order),
+    )
+    region = _region(attention, (q, k, v), chain)
+    return Site("attention", layer_of(attention.result), call, (output,), region, anchor)
+
+
+def _options(attention: Attention, factor: float, seen: SeenKeys, out_order: str) -> dict[str, Literal | fx.Node]:
+    scale = attention.scale
+    if factor != 1.0:
+        head_dim = cast(torch.Tensor, fake_tensor(attention.q.node)).shape[attention.q.order[3]]
+        scale = factor * (float(head_dim) ** -0.5 if scale is None else cast(float, scale))
+    return {
+        "scale": scale,
+        "causal": seen.causal,
+        "window_left": seen.window_left,
+        "window_right": seen.window_right,
+        "softcap": attention.cap,
+        "out_order": out_order,
+    }
+
+
+def _frame(attention: Attention) -> Frame:
+    q, k, v = (sizes(cast(torch.Tensor, fake_tensor(h.node))) for h in (attention.q, attention.k, attention.v))
+    b, s, h, _ = attention.q.order
+    kb, ks, _, _ = attention.k.order
+    vb, vs, _, _ = attention.v.order
+    if not q[b] == k[kb] == v[vb]:
+        raise Refused(
+            f"The batch sizes of query, key and value, {q[b]}, {k[kb]} and {v[vb]}, are not known to be equal."
+        )
+    if k[ks] != v[vs]:
+        raise Refused(f"There are {k[ks]} keys and {v[vs]} values.")
+    return Frame(q[b], None if h is None else q[h], q[s], k[ks])
+
+
+def _folded(effects: Effects, attention: Attention, anchor: fx.Node) -> tuple[Heads, Heads, Heads]:
+    """q, k, v read as far upstream as is exact. The heads of k and v are folded together or not at all."""
+    q, k, v = attention.q, attention.k, attention.v
+    factors = attention.scale is None or isinstance(attention.scale, float)
+    far_q = fold(effects, q, attention.scores, anchor, scaled=factors)
+    far_k = fold(effects, k, attention.scores, anchor, scaled=factors)
+    far_v = fold(effects, v, attention.values, anchor)
+    if far_k.groups != far_v.groups:
+        return far_q, k, v
+    return far_q, far_k, far_v
+
+
+def _check_dtype(heads: Heads, reader: fx.Node, dtype: torch.dtype) -> None:
+    """The operator computes in one dtype: a wider operand may only be narrowed where autocast narrows it too."""
+    narrowed = cast(torch.Tensor, fake_tensor(reader)).dtype == dtype
+    if heads.dtype != dtype and torch.promote_types(heads.dtype, dtype) == heads.dtype and not narrowed:
+        raise Refused(
+            f"{heads.node.name!r} is {heads.dtype} and the result of the attention {dtype}; the operator takes one."
+        )
+
+
+def _check_unwritten(effects: Effects, node: fx.Node, reader: fx.Node, anchor: fx.Node) -> None:
+    for write in effects.written_between(node, reader, anchor):
+        raise Refused(
+            f"{node.name!r}, which the attention reads, is overwritten by {write.name!r} before it is finished."
+        )
+
+
+def _output(effects: Effects, attention: Attention) -> tuple[Output, tuple[fx.Node, ...], str]:
+    """Where the site ends, the nodes from the result to there, and the memory order of the operator's result."""
+    node = attention.result
+    if attention.q.order[2] is None:
+        return Output(node, 0, (Step("squeeze", (2,)),)), (), "bshd"
+    order, chain, end = list(attention.order), [node], 0 if attention.order == _BSHD else None
+    while len(chain[-1].users) == 1 and not effects.writes(chain[-1]):
+        (user,) = chain[-1].users
+        axes = moved_axes(user)
+        if axes is not None:
+            order = [order[axis] for axis in axes]
+        elif not keeps_everything(user):
+            break
+        chain.append(user)
+        if tuple(order) == _BSHD:
+            end = len(chain) - 1
+    if end is not None:
+        return Output(chain[end], 0), tuple(chain[: end + 1]), "bshd"
+    moved = [axis for axis, a in enumerate(attention.order) if a != axis]
+    step = Step("transpose", tuple(moved)) if len(moved) == 2 else Step("permute", attention.order)
+    return Output(node, 0, (step,)), (node,), _memory_order(attention)
+
+
+def _memory_order(attention: Attention) -> str:
+    """The order that gives the operator's result the strides of the model's."""
+    tensor = cast(torch.Tensor, fake_tensor(attention.result))
+    strides = dict(zip(attention.order, tensor.stride(), strict=True))
+    try:
+        return "bhsd" if bool(strides[2] > strides[1]) else "bshd"
+    except Exception:  # strides with symbols of unknown order
+        return "bshd"
+
+
+def _region(attention: Attention, operands: Iterable[Heads], chain: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """What the call makes redundant. A folded node that others read too stays."""
+    region = {*attention.nodes, *chain}
+    for heads in operands:
+        for node in heads.folded:
+            if all(user in region for user in node.users):
+                region.add(node)
+    return frozenset(region)

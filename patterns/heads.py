@@ -1,0 +1,266 @@
+"""Queries, keys and values as the operator takes them: `[B, S, H, D]`, one key head for several query heads.
+
+Models that share key heads repeat them first (`repeat_kv`: unsqueeze, expand, reshape; or `repeat_interleave`), put an
+empty cache in front of them, or scale and upcast them. These nodes are folded away where that is exact:
+
+    repeated heads         query head h reads key head h // groups, and no other map
+    a cat with nothing     all but one part have no element
+    an upcast              every value of the narrow dtype is a value of the wide one
+    a factor               becomes part of the scale
+
+Movements are folded only together with one of these: views cost nothing, and a movement may be the end of another site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
+
+import torch
+from torch import fx
+
+from fusion_pass.graph.effects import Effects
+from fusion_pass.graph.site import Operand, Step
+from fusion_pass.graph.vocabulary import fake_tensor, operation, sizes
+
+Scalar: TypeAlias = float | fx.Node
+"""A number, or the node of a dynamic graph that computes it."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One of q, k, v. `order`: the axes of `node` that are batch, sequence, heads (None: one head) and head_dim."""
+
+    node: fx.Node
+    order: tuple[int, int, int | None, int]
+    groups: int = 1
+    """How often each head was repeated."""
+    factor: float = 1.0
+    folded: tuple[fx.Node, ...] = ()
+    """The nodes between `node` and the attention, nearest the attention first."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _tensor(self.node).dtype
+
+    def operand(self, dtype: torch.dtype) -> Operand:
+        """The steps to `[B, S, H, D]` in `dtype`."""
+        order = [axis for axis in self.order if axis is not None]
+        steps = [] if order == sorted(order) else [_permutation(order)]
+        if self.order[2] is None:
+            steps.append(Step("unsqueeze", (2,)))
+        if self.dtype != dtype:
+            steps.append(Step("to", (dtype,)))
+        return Operand(self.node, tuple(steps))
+
+
+def _permutation(order: Sequence[int]) -> Step:
+    moved = [position for position, axis in enumerate(order) if axis != position]
+    return Step("transpose", (moved[0], moved[1])) if len(moved) == 2 else Step("permute", tuple(order))
+
+
+def _tensor(node: object) -> torch.Tensor:
+    tensor = fake_tensor(node)
+    assert tensor is not None
+    return tensor
+
+
+def fold(effects: Effects, heads: Heads, reader: fx.Node, anchor: fx.Node, *, scaled: bool = False) -> Heads:
+    """`heads` read as far upstream as is exact, for a call at `anchor` that takes the place of the read by `reader`.
+
+    `scaled`: a factor may be taken out.
+    """
+    best = current = heads
+    while True:
+        parent = _parent(effects, current, reader, anchor, scaled)
+        if parent is None:
+            return best
+        current = parent
+        reader = current.folded[-1]
+        if (current.groups, current.factor, current.dtype) != (best.groups, best.factor, best.dtype) or operation(
+            reader
+        ) == "cat":
+            best = current
+
+
+def _parent(effects: Effects, heads: Heads, reader: fx.Node, anchor: fx.Node, scaled: bool) -> Heads | None:
+    """`heads` read one node further upstream, or None."""
+    node = heads.node
+    if node.op not in ("call_function", "call_method") or effects.last_write(node, reader) is not None:
+        return None
+    found = _moved(heads) or _repeated(heads) or _joined_to_nothing(heads) or _upcast(heads)
+    if found is None and scaled:
+        found = _multiplied(heads)
+    if found is None or effects.written_between(found.node, node, anchor):
+        return None
+    return replace(found, folded=(*heads.folded, *_between(node, found.node)))
+
+
+def _between(node: fx.Node, parent: fx.Node) -> list[fx.Node]:
+    """`node` and its first arguments up to `parent`."""
+    chain = []
+    while node is not parent:
+        chain.append(node)
+        node = _first(node)
+    return chain
+
+
+def _first(node: fx.Node) -> fx.Node:
+    first = node.args[0] if node.args else None
+    if operation(node) == "cat":
+        first = next(part for part in cast(Sequence[fx.Node], first) if 0 not in _tensor(part).shape)
+    if operation(node) in ("mul", "div") and not isinstance(first, fx.Node):
+        first = node.args[1]
+    assert isinstance(first, fx.Node)
+    return first
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """The first argument, when it is a tensor."""
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) and fake_tensor(first) is not None else None
+
+
+def moved_axes(node: fx.Node) -> list[int] | None:
+    """For a node that only reorders axes: which axis of its argument each of its axes is."""
+    parent = _source(node)
+    if parent is None:
+        return None
+    rank, name = _tensor(parent).dim(), operation(node)
+    axes = list(range(rank))
+    args = [*node.args[1:], *node.kwargs.values()]
+    if name == "transpose" and len(args) == 2 and all(isinstance(a, int) for a in args):
+        a, b = (cast(int, d) % rank for d in args)
+        axes[a], axes[b] = axes[b], axes[a]
+        return axes
+    if name == "t" or (name == "getattr" and args in (["mT"], ["T"])):
+        return axes[::-1] if rank == 2 else [*axes[:-2], axes[-1], axes[-2]] if args == ["mT"] else None
+    if name == "permute":
+        dims = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
+        if all(isinstance(d, int) for d in dims):
+            return [cast(int, d) % rank for d in cast(Sequence[object], dims)]
+    return None
+
+
+def keeps_everything(node: fx.Node) -> bool:
+    """Whether `node` has the values, the shape and the dtype of its first argument."""
+    parent = _source(node)
+    if parent is None or operation(node) not in (
+        "contiguous",
+        "clone",
+        "view",
+        "to",
+        "_to_copy",
+        "alias",
+        "float",
+        "type_as",
+    ):
+        return False
+    before, after = _tensor(parent), _tensor(node)
+    return sizes(before) == sizes(after) and before.dtype == after.dtype and before.device == after.device
+
+
+def _moved(heads: Heads) -> Heads | None:
+    parent = _source(heads.node)
+    axes = moved_axes(heads.node)
+    if parent is not None and axes is not None:
+        b, s, h, d = heads.order
+        return replace(heads, node=parent, order=(axes[b], axes[s], None if h is None else axes[h], axes[d]))
+    if parent is not None and keeps_everything(heads.node):
+        return replace(heads, node=parent)
+    return None
+
+
+def _repeated(heads: Heads) -> Heads | None:
+    node, axis = heads.node, heads.order[2]
+    if axis is None:
+        return None
+    if operation(node) == "repeat_interleave":
+        parent, repeats = _source(node), node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+        if (
+            parent is None
+            or not isinstance(repeats, int)
+            or not isinstance(dim, int)
+            or dim % _tensor(node).dim() != axis
+        ):
+            return None
+        return replace(heads, node=parent, groups=heads.groups * repeats)
+    return _expanded(heads, axis)
+
+
+def _expanded(heads: Heads, axis: int) -> Heads | None:
+    """`x[:, :, None].expand(..., groups, ...).reshape(...)`: repeats stand behind the heads; h becomes h // groups."""
+    expand = _source(heads.node)
+    if operation(heads.node) != "view" or expand is None or operation(expand) != "expand":
+        return None
+    lone = _source(expand)
+    parent = _source(lone) if lone is not None and operation(lone) in ("unsqueeze", "getitem", "view") else None
+    if lone is None or parent is None:
+        return None
+    after, wide, thin, before = (sizes(_tensor(n)) for n in (heads.node, expand, lone, parent))
+    groups = wide[axis + 1] if len(wide) == len(after) + 1 else None
+    kept, rest = before[: axis + 1], before[axis + 1 :]
+    if not isinstance(groups, int) or not isinstance(before[axis], int):
+        return None
+    if thin != (*kept, 1, *rest) or wide != (*kept, groups, *rest) or after != (*kept[:-1], kept[-1] * groups, *rest):
+        return None
+    if operation(lone) == "getitem" and not _inserts_one_axis(lone.args[1]):
+        return None
+    return replace(heads, node=parent, groups=heads.groups * groups)
+
+
+def _inserts_one_axis(index: object) -> bool:
+    """Whether an index takes everything and inserts axes only."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is Ellipsis or part == slice(None, None, None) for part in parts)
+
+
+def _joined_to_nothing(heads: Heads) -> Heads | None:
+    if operation(heads.node) != "cat" or not heads.node.args or not isinstance(heads.node.args[0], tuple | list):
+        return None
+    parts = heads.node.args[0]
+    full = [part for part in parts if isinstance(part, fx.Node) and 0 not in _tensor(part).shape]
+    if len(full) != 1 or sizes(_tensor(full[0])) != sizes(_tensor(heads.node)) or _tensor(full[0]).dtype != heads.dtype:
+        return None
+    return replace(heads, node=full[0])
+
+
+def _upcast(heads: Heads) -> Heads | None:
+    parent = _source(heads.node)
+    if parent is None or operation(heads.node) not in ("to", "_to_copy", "float", "double", "type_as", "type"):
+        return None
+    narrow, wide = _tensor(parent).dtype, heads.dtype
+    exact = narrow.is_floating_point and torch.promote_types(narrow, wide) == wide and narrow != wide
+    return replace(heads, node=parent) if exact and _tensor(parent).device == _tensor(heads.node).device else None
+
+
+def _multiplied(heads: Heads) -> Heads | None:
+    taken = number_times(heads.node)
+    if (
+        taken is None
+        or _tensor(taken[0]).dtype != heads.dtype
+        or sizes(_tensor(taken[0])) != sizes(_tensor(heads.node))
+    ):
+        return None
+    return replace(heads, node=taken[0], factor=heads.factor * taken[1])
+
+
+def number_times(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """(x, c) for `c * x`, `x / c` with a number c."""
+    name = operation(node)
+    if name not in ("mul", "div") or len(node.args) != 2 or node.kwargs:
+        return None
+    x, c = node.args
+    if name == "mul" and isinstance(c, fx.Node):
+        x, c = c, x
+    if (
+        not isinstance(x, fx.Node)
+        or fake_tensor(x) is None
+        or isinstance(c, bool)
+        or not isinstance(c, int | float)
+        or c == 0
+    ):
+        return None
+    return x, float(c) if name == "mul" else 1.0 / c

@@ -1,0 +1,427 @@
+"""What a mask is: causal, a window, documents, padding, or data.
+
+Matches     any tensor added to the scores of an attention, or choosing among them.
+Requires    nothing. What cannot be proved stays an explicit mask; a proof holds for every length the graph can take.
+Becomes     `causal`, `window_left`, `window_right`, `q_segment_ids`, `k_segment_ids` and `mask` of the operator.
+
+The mask's formula (`index_reading`) is split into the conditions that hold together. With query i, key j, batch b:
+
+    j - i <= c             a bound on the right; c = 0 is causal top-left, c = keys - queries is bottom-right
+    i - j <= c             a window on the left
+    f(b, i) == g(b, j)     documents: two per-token integers that the graph computes anyway
+    anything else          an explicit mask: the smallest tensor of the graph that holds it, and no more than the mask
+
+A mask kept whole is joined by the bounds proved of it: they change no result and let a kernel skip what they exclude.
+The page `docs/masks.md` has the reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import cast
+
+import torch
+from torch import fx
+
+from fusion_pass.graph.site import Operand, Step
+from fusion_pass.graph.vocabulary import Size, fake_tensor, operation, sizes
+from fusion_pass.kernels.attention_problem import mask_floor
+
+from . import index_terms as terms
+from .index_reading import IndexReader
+from .index_terms import AtMostZero, Axis, Element, Entry, Formula, IsZero, Linear, Number, Select
+
+_KEY, _QUERY = 1, 2
+"""Axes of the scores, from the right."""
+
+_MAX_CONE = 400
+"""Nodes searched for a smaller mask."""
+
+
+class Meaning(Enum):
+    """How a mask acts on the scores."""
+
+    SEEN = "boolean, True is seen"
+    HIDDEN = "boolean, True is hidden"
+    ADDED = "added to the scores"
+
+
+@dataclass(frozen=True)
+class MaskTerm:
+    """One mask: `reader` applies `node` to the scores. `factor`: what the masked scores are multiplied by afterwards."""
+
+    node: fx.Node
+    reader: fx.Node
+    meaning: Meaning
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The scores: `[batch, heads, queries, keys]`, or `[batch, queries, keys]` where `heads` is None."""
+
+    batch: Size
+    heads: Size | None
+    queries: Size
+    keys: Size
+
+    @property
+    def batch_axis(self) -> int:
+        return 3 if self.heads is None else 4
+
+    @property
+    def extent(self) -> dict[int, Size]:
+        """Size of every axis, by its number."""
+        extent = {_KEY: self.keys, _QUERY: self.queries, self.batch_axis: self.batch}
+        return extent if self.heads is None else {**extent, 3: self.heads}
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """Which keys a query sees, in the arguments of `attention` (docs/attention.md)."""
+
+    causal: str = "none"
+    window_left: int = -1
+    window_right: int = -1
+    q_segments: Operand | None = None
+    k_segments: Operand | None = None
+    mask: Operand | None = None
+
+
+class MaskRefused(Exception):
+    """Why a mask can neither be proved nor passed on, as a sentence."""
+
+
+def prove(reader: IndexReader, masks: Sequence[MaskTerm], frame: Frame, anchor: fx.Node) -> SeenKeys:
+    """What `masks` together let a query see, for a call that reads its operands at `anchor`. Raises `MaskRefused`."""
+    return _Proof(reader, masks, frame, anchor).seen()
+
+
+def visible(element: Element, dtype: torch.dtype, factor: float = 1.0) -> Formula | None:
+    """Where an additive mask lets a key be seen: 0 is seen, what the operator takes for -inf is not. None: neither."""
+    match element:
+        case Number(value):
+            if value == 0:
+                return terms.TRUE
+            return terms.FALSE if value <= mask_floor(dtype) and value * factor <= mask_floor(dtype) else None
+        case Select(condition, yes, no):
+            seen, unseen = visible(yes, dtype, factor), visible(no, dtype, factor)
+            if seen is None or unseen is None:
+                return None
+            return cast(Formula, terms.select(condition, seen, unseen))
+        case _:
+            return None
+
+
+class _Proof:
+    def __init__(self, reader: IndexReader, masks: Sequence[MaskTerm], frame: Frame, anchor: fx.Node) -> None:
+        self.reader, self.masks, self.frame, self.anchor = reader, masks, frame, anchor
+
+    def seen(self) -> SeenKeys:
+        known: list[tuple[MaskTerm, Formula]] = []
+        data: list[MaskTerm] = []
+        for mask in self.masks:
+            self._check_shape(mask.node)
+            formula = self._formula(mask.node, mask.reader, mask.meaning, mask.factor)
+            if formula is None:
+                data.append(mask)
+            else:
+                known.append((mask, formula))
+        whole = terms.conjuncts(terms.every(formula for _, formula in known))
+        facts = _with_runs(self.reader, whole)
+        bounds = _Bounds.of(facts, self.frame)
+        q_segments, k_segments, document = self._segments(facts)
+        rest = {part for part in whole if part not in bounds.parts and part != document and facts[part] != terms.TRUE}
+        if not rest:
+            mask = self._only(data)
+        elif data:
+            raise MaskRefused(
+                "The scores have two masks that cannot be proved, "
+                f"{known[0][0].node.name!r} and {data[0].node.name!r}; one can be passed on."
+            )
+        else:
+            mask = self._explicit([mask for mask, _ in known], frozenset(rest), whole)
+        return SeenKeys(bounds.causal, bounds.left, bounds.right, q_segments, k_segments, mask)
+
+    def _formula(self, node: fx.Node, reader: fx.Node, meaning: Meaning, factor: float) -> Formula | None:
+        tensor = fake_tensor(node)
+        assert tensor is not None
+        element = self.reader.read(node, reader)
+        if meaning is Meaning.ADDED:
+            formula = visible(element, tensor.dtype, factor)
+        elif terms.is_formula(element):
+            formula = cast(Formula, element)
+            formula = terms.negation(formula) if meaning is Meaning.HIDDEN else formula
+        else:
+            formula = None
+        return None if formula is None else terms.within(formula, self.frame.extent)
+
+    def _check_shape(self, node: fx.Node) -> None:
+        tensor = fake_tensor(node)
+        if tensor is None:
+            raise MaskRefused(f"The shape of the mask {node.name!r} is not known.")
+        extent = self.frame.extent
+        shape = sizes(tensor)
+        if len(shape) > len(extent) or any(n not in (1, extent[len(shape) - d]) for d, n in enumerate(shape)):
+            raise MaskRefused(
+                f"The mask {node.name!r} has shape {list(shape)}, which does not broadcast to the scores, {self.frame}."
+            )
+
+    # --- documents ---------------------------------------------------------------------------------------------------
+
+    def _segments(self, facts: dict[Formula, Formula]) -> tuple[Operand | None, Operand | None, Formula | None]:
+        """Segment ids of queries and keys, and the condition they stand for."""
+        for part in facts:
+            if isinstance(part, IsZero):
+                sides = self._direct_sides(part.linear) or self._computed_sides(part)
+                if sides is not None:
+                    q, k = sides
+                    same = q == k and self.frame.queries == self.frame.keys
+                    return q, None if same else k, part
+        return None, None, None
+
+    def _direct_sides(self, linear: Linear) -> tuple[Operand, Operand] | None:
+        """The sides of `entry(b, i) - entry(b, j) == 0`, read in the tensors they are entries of."""
+        if linear.constant != 0 or len(linear.terms) != 2:
+            return None
+        (first, a), (second, b) = linear.terms
+        if a != -b or abs(a) != 1 or not isinstance(first, Entry) or not isinstance(second, Entry):
+            return None
+        for q, k in ((first, second), (second, first)):
+            q_ids, k_ids = self._per_token(q, _QUERY), self._per_token(k, _KEY)
+            if q_ids is not None and k_ids is not None:
+                return q_ids, k_ids
+        return None
+
+    def _per_token(self, entry: Entry, token: int) -> Operand | None:
+        """`[batch or 1, tokens]` of `entry`, if it is `tensor[b, token]` up to constants."""
+        tensor = fake_tensor(entry.node)
+        if tensor is None or self.reader.effects.last_write(entry.node, self.anchor) is not entry.version:
+            return None
+        steps: list[Step] = []
+        kept: list[int] = []
+        for length, place in zip(sizes(tensor), entry.index, strict=True):
+            number = next((n for n in (token, self.frame.batch_axis) if place == terms.axis(n)), None)
+            if number is not None and length == self.frame.extent[number]:
+                kept.append(number)
+            elif place == terms.constant(0) and length == 1 and not kept:
+                kept.append(self.frame.batch_axis)
+            elif not place.terms and isinstance(place.constant, int):
+                steps.append(Step("select", (len(kept), place.constant)))
+            else:
+                return None
+        if kept == [token]:
+            return Operand(entry.node, (*steps, Step("unsqueeze", (0,))))
+        return Operand(entry.node, tuple(steps)) if kept == [self.frame.batch_axis, token] else None
+
+    def _computed_sides(self, part: Formula) -> tuple[Operand, Operand] | None:
+        """The sides of `f(b, i) == g(b, j)` as the arguments of the comparison that computes it."""
+        for node in self._cone():
+            if operation(node) != "eq" or len(node.args) != 2 or self._at_anchor(node) != part:
+                continue
+            for q, k in (node.args, node.args[::-1]):
+                q_ids, k_ids = self._token_column(q, _QUERY), self._token_column(k, _KEY)
+                if q_ids is not None and k_ids is not None:
+                    return q_ids, k_ids
+        return None
+
+    def _token_column(self, node: object, token: int) -> Operand | None:
+        """`[batch or 1, tokens]` of a tensor that is broadcast against the scores and varies along these axes only."""
+        tensor = fake_tensor(node)
+        if tensor is None or tensor.is_floating_point() or tensor.dtype == torch.bool:
+            return None
+        assert isinstance(node, fx.Node)
+        if self.reader.effects.last_write(node, self.anchor) is not None:
+            return None
+        shape, steps, kept = sizes(tensor), list[Step](), list[int]()
+        for d, length in enumerate(shape):
+            number = len(shape) - d
+            if number in (token, self.frame.batch_axis) and length in (1, self.frame.extent[number]):
+                kept.append(number)
+            elif length == 1:
+                steps.append(Step("select", (len(kept), 0)))
+            else:
+                return None
+        if not kept or kept[-1] != token or shape[len(shape) - token] != self.frame.extent[token]:
+            return None
+        return Operand(node, (*steps, Step("unsqueeze", (0,))) if kept == [token] else tuple(steps))
+
+    # --- explicit masks ----------------------------------------------------------------------------------------------
+
+    def _only(self, data: Sequence[MaskTerm]) -> Operand | None:
+        if not data:
+            return None
+        if len(data) > 1:
+            names = " and ".join(repr(mask.node.name) for mask in data)
+            raise MaskRefused(f"The scores have two masks of data, {names}, and at most one can be passed on.")
+        (mask,) = data
+        if mask.factor != 1:
+            raise MaskRefused(
+                f"The scores are scaled after {mask.node.name!r}, whose values are data, was added to them."
+            )
+        if self.reader.effects.last_write(mask.node, mask.reader) is not self.reader.effects.last_write(
+            mask.node, self.anchor
+        ):
+            raise MaskRefused(f"The mask {mask.node.name!r} is overwritten before the attention is finished.")
+        return self._operand(mask.node, mask.meaning is Meaning.HIDDEN)
+
+    def _explicit(self, masks: Sequence[MaskTerm], rest: frozenset[Formula], whole: frozenset[Formula]) -> Operand:
+        """The smallest tensor that holds at least `rest` and at most `whole`."""
+        best: tuple[tuple[bool, ...], Operand] | None = None
+        for node, meaning in self._candidates():
+            formula = self._formula(node, self.anchor, meaning, 1.0)
+            if formula is None:
+                continue
+            held = terms.conjuncts(formula)
+            if not rest <= held <= whole:
+                continue
+            shape = sizes(cast(torch.Tensor, fake_tensor(node)))
+            extends = tuple(len(shape) >= number and shape[len(shape) - number] != 1 for number in (2, 3, 4, 1))
+            cost = (*extends, meaning is Meaning.ADDED, meaning is Meaning.HIDDEN)
+            if best is None or cost < best[0]:
+                best = cost, self._operand(node, meaning is Meaning.HIDDEN)
+        if best is None:
+            names = " and ".join(repr(mask.node.name) for mask in masks)
+            raise MaskRefused(f"No single tensor of the graph holds what the masks {names} say together.")
+        return best[1]
+
+    def _candidates(self) -> Iterator[tuple[fx.Node, Meaning]]:
+        for node in self._cone():
+            tensor = fake_tensor(node)
+            if tensor is None or tensor.dim() == 0:
+                continue
+            extent, shape = self.frame.extent, sizes(tensor)
+            if len(shape) > len(extent) or any(n not in (1, extent[len(shape) - d]) for d, n in enumerate(shape)):
+                continue
+            if tensor.dtype == torch.bool:
+                yield node, Meaning.SEEN
+                yield node, Meaning.HIDDEN
+            elif tensor.is_floating_point():
+                yield node, Meaning.ADDED
+
+    def _operand(self, node: fx.Node, hidden: bool) -> Operand:
+        """`node` as the operator's `mask`, which has an axis for heads and is True where a key is seen."""
+        tensor = cast(torch.Tensor, fake_tensor(node))
+        if tensor.requires_grad:
+            raise MaskRefused(
+                f"The bias {node.name!r} requires a gradient, and the attention operator has none for it."
+            )
+        steps = [Step("logical_not")] if hidden else []
+        if self.frame.heads is None and tensor.dim() == 3:
+            steps.append(Step("unsqueeze", (1,)))
+        return Operand(node, tuple(steps))
+
+    def _cone(self) -> Iterator[fx.Node]:
+        """The nodes that the masks are computed from, the masks first."""
+        queue = [mask.node for mask in self.masks]
+        seen = set(queue)
+        for node in queue:
+            yield node
+            if len(seen) > _MAX_CONE:
+                return
+            for parent in node.all_input_nodes:
+                if parent not in seen and fake_tensor(parent) is not None:
+                    seen.add(parent)
+                    queue.append(parent)
+
+    def _at_anchor(self, node: fx.Node) -> Element | None:
+        element = self.reader.read(node, self.anchor)
+        return terms.within(cast(Formula, element), self.frame.extent) if terms.is_formula(element) else None
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Causality and window, and the conditions they stand for."""
+
+    causal: str
+    left: int
+    right: int
+    parts: frozenset[Formula]
+
+    @staticmethod
+    def of(facts: dict[Formula, Formula], frame: Frame) -> _Bounds:
+        """The bounds among `facts` (condition as written -> as it reads under the others)."""
+        rights: dict[Formula, Size] = {}
+        lefts: dict[Formula, Size] = {}
+        for part, fact in facts.items():
+            distance = _distance(fact)
+            if distance is not None:
+                side, limit = distance
+                (rights if side == _KEY else lefts)[part] = limit
+        right, left = _tightest(rights.values()), _tightest(lefts.values())
+        shift = terms.plus(terms.constant(frame.keys), terms.constant(frame.queries), -1).constant
+        causal, window_right, offset = "none", -1, cast(Size, 0)
+        if right is not None and right == 0:
+            causal = "top_left"
+        elif right is not None and right == shift:
+            causal, offset = "bottom_right", shift
+        elif isinstance(right, int) and right > 0:
+            window_right = right
+        elif isinstance(right, int):
+            causal, right = "top_left", None  # stricter than causal: implied by the mask, which stays
+        else:
+            right = None
+        if left is not None:
+            left = terms.plus(terms.constant(left), terms.constant(offset)).constant
+            left = left if isinstance(left, int) and left >= 0 else None
+        parts = frozenset(rights if right is not None else ()) | frozenset(lefts if left is not None else ())
+        return _Bounds(causal, -1 if left is None else cast(int, left), window_right, parts)
+
+
+def _distance(fact: Formula) -> tuple[int, Size] | None:
+    """(_KEY, c) for `j - i <= c`, (_QUERY, c) for `i - j <= c`."""
+    if not isinstance(fact, AtMostZero):
+        return None
+    coefficients = dict(fact.linear.terms)
+    for side, other in ((_KEY, _QUERY), (_QUERY, _KEY)):
+        if coefficients == {Axis(side): 1, Axis(other): -1}:
+            return side, terms.times(fact.linear, -1).constant
+    return None
+
+
+def _tightest(limits: Iterable[Size]) -> Size | None:
+    """The smallest of `limits`; None if there is none or no telling."""
+    distinct = set(limits)
+    if len(distinct) == 1:
+        return distinct.pop()
+    return min(cast("set[int]", distinct)) if distinct and all(isinstance(n, int) for n in distinct) else None
+
+
+def _with_runs(reader: IndexReader, parts: frozenset[Formula]) -> dict[Formula, Formula]:
+    """Each condition, and what it says given the others: positions within one segment differ as the tokens do."""
+    facts: dict[Formula, Formula] = {}
+    rules = [rule for part in parts if isinstance(part, IsZero) for rule in _same_run(reader, part.linear)]
+    for part in parts:
+        fact = part
+        for later, earlier, distance in rules:
+            if isinstance(fact, AtMostZero):
+                coefficient = dict(fact.linear.terms).get(later, 0)
+                if coefficient and dict(fact.linear.terms).get(earlier, 0) == -coefficient:
+                    difference = terms.plus(terms.atom(later), terms.atom(earlier), -1)
+                    replaced = terms.plus(terms.plus(fact.linear, difference, -coefficient), distance, coefficient)
+                    fact = terms.at_most_zero(replaced)
+        facts[part] = fact
+    return facts
+
+
+def _same_run(reader: IndexReader, linear: Linear) -> Iterator[tuple[Entry, Entry, Linear]]:
+    """(x, y, d) with `x - y == d` wherever the segment ids of `linear == 0` are equal."""
+    entries = [(term, coefficient) for term, coefficient in linear.terms if isinstance(term, Entry)]
+    if linear.constant != 0 or len(linear.terms) != 2 or len(entries) != 2 or entries[0][1] != -entries[1][1]:
+        return
+    a, b = entries[0][0], entries[1][0]
+    run = reader.runs.get((a.node, a.version))
+    if run is None or (a.node, a.version) != (b.node, b.version):
+        return
+    rank = len(a.index)
+    dim = rank - run.axis
+    if any(x != y for d, (x, y) in enumerate(zip(a.index, b.index, strict=True)) if d != dim):
+        return
+    places_a, places_b = ({rank - d: place for d, place in enumerate(entry.index)} for entry in (a, b))
+    ((x, _),) = terms.at(terms.atom(run.entry), places_a).terms  # type: ignore[union-attr]
+    ((y, _),) = terms.at(terms.atom(run.entry), places_b).terms  # type: ignore[union-attr]
+    distance = terms.times(terms.plus(a.index[dim], b.index[dim], -1), run.step)
+    yield cast(Entry, x), cast(Entry, y), distance
+    yield cast(Entry, y), cast(Entry, x), terms.times(distance, -1)
