@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-
 PIP    := $(BIN)/python -m pip --quiet --no-input --disable-pip-version-check
 # Two workers help on two cores; `make test PYTEST="-n 0 -k mrope"` passes what you like.
 PYTEST ?= -n 2
@@ -13,7 +12,8 @@ PYTEST ?= -n 2
 .DEFAULT_GOAL := test
 
 # PyTorch's CUDA builds bring the triton that they need. Its CPU build brings none: then the one of the oldest supported
-# PyTorch is installed, so that the kernels can be interpreted and compiled without a GPU.
+# PyTorch is installed, so that the kernels can be interpreted and compiled without a GPU. (--no-compile: most of what is
+# installed is never imported.)
 $(READY): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --no-compile -c constraints.txt torch setuptools wheel

@@ -1,0 +1,32 @@
+"""The examples run as they stand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_add_a_fusion_fuses_one_place_and_refuses_the_other() -> None:
+    out = run("add_a_fusion.py")
+    assert "silu: fused." in out
+    assert "silu: skipped. 'weight' is also read outside the product." in out
+    assert "torch.ops.aten.silu.default" in out
+
+
+def test_train_fuses_when_asked_and_trains_alike() -> None:
+    plain = run("train.py", "--steps", "2")
+    fused = run("train.py", "--steps", "2", "--fusion-pass", "--fusion-pass-allow-reference", "--fusion-pass-strict")
+    assert "fused" not in plain
+    assert re.search("qkv?_norm_rope: 2 fused", fused)
+    assert [line for line in fused.splitlines() if line.startswith("step")] == plain.splitlines()[:2]
