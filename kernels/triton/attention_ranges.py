@@ -106,6 +106,8 @@ def attention_ranges(
                 elif full_end == block:
                     full_end = block + 1
     begin = tl.minimum(begin, end)
+    full_begin = tl.minimum(full_begin, end)
+    full_end = tl.maximum(full_end, full_begin)
     slot = ranges + tl.program_id(0).to(tl.int64) * 4
     tl.store(slot, begin)
     tl.store(slot + 1, full_begin)
