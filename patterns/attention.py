@@ -1,8 +1,8 @@
 """The pattern of attention: calls of `scaled_dot_product_attention` and attention written out become one `attention`.
 
 Matches     `F.scaled_dot_product_attention` in all argument forms, and what `softmax_attention.py` reads.
-Requires    q, k, v of rank 3 or 4; no dropout; masks that can be proved or passed on (`mask.py`); nothing written to the
-            memory that the call reads between its use in the model and the call.
+Requires    q, k, v of rank 3 or 4; no dropout; masks that can be proved or passed on (`mask.py`); nothing written to
+            the memory that the call reads between its use in the model and the call.
 Becomes     `attention(q, k, v, ...)` on `[B, S, H, D]`: repeated key heads are folded into groups (`heads.py`), a transpose
             of the result to `[B, S, H, D]` is part of the site.
 """
@@ -105,9 +105,10 @@ def _read_sdpa(effects: Effects, node: fx.Node) -> Attention | None:
         boolean = cast(torch.Tensor, fake_tensor(mask)).dtype == torch.bool
         masks = (MaskTerm(mask, node, Meaning.SEEN if boolean else Meaning.ADDED),)
     order = (0, 2, 1, 3) if ranks == {4} else (0, 1, None, 2)
-    heads = [Heads(cast(fx.Node, x), order) for x in (q, k, v)]
     return Attention(
-        *heads,
+        q=Heads(cast(fx.Node, q), order),
+        k=Heads(cast(fx.Node, k), order),
+        v=Heads(cast(fx.Node, v), order),
         scale=_scale(scale),
         cap=0.0,
         masks=masks,
@@ -211,7 +212,7 @@ def _options(attention: Attention, factor: float, seen: SeenKeys, out_order: str
 
 
 def _frame(attention: Attention) -> Frame:
-    q, k, v = (sizes(cast(torch.Tensor, fake_tensor(h.node))) for h in (attention.q, attention.k, attention.v))
+    q, k, v = (_shape(heads.node) for heads in (attention.q, attention.k, attention.v))
     b, s, h, _ = attention.q.order
     kb, ks, _, _ = attention.k.order
     vb, vs, _, _ = attention.v.order
@@ -222,6 +223,10 @@ def _frame(attention: Attention) -> Frame:
     if k[ks] != v[vs]:
         raise Refused(f"There are {k[ks]} keys and {v[vs]} values.")
     return Frame(q[b], None if h is None else q[h], q[s], k[ks])
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    return sizes(cast(torch.Tensor, fake_tensor(node)))
 
 
 def _folded(effects: Effects, attention: Attention, anchor: fx.Node) -> tuple[Heads, Heads, Heads]:

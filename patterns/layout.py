@@ -56,7 +56,7 @@ def roles_of(root: Evaluator, rotation: Rotation) -> Roles:
 def _table_varies(rotation: Rotation, axis: int) -> bool:
     response = rotation.response
     return any(
-        paths[axis] is not None for source, paths in response.axes.items() if source.key != ("studied", rotation.start)
+        paths[axis] is not None for source, paths in response.axes.items() if source.key != ("studied", rotation.start, True)
     )
 
 

@@ -60,7 +60,7 @@ class MaskTerm:
 
 @dataclass(frozen=True)
 class Frame:
-    """The scores: `[batch, heads, queries, keys]`, or `[batch, queries, keys]` where `heads` is None."""
+    """The scores, `[batch, heads, queries, keys]`; without an axis of heads, `heads` is None."""
 
     batch: Size
     heads: Size | None
@@ -122,13 +122,13 @@ class _Proof:
     def seen(self) -> SeenKeys:
         known: list[tuple[MaskTerm, Formula]] = []
         data: list[MaskTerm] = []
-        for mask in self.masks:
-            self._check_shape(mask.node)
-            formula = self._formula(mask.node, mask.reader, mask.meaning, mask.factor)
+        for term in self.masks:
+            self._check_shape(term.node)
+            formula = self._formula(term.node, term.reader, term.meaning, term.factor)
             if formula is None:
-                data.append(mask)
+                data.append(term)
             else:
-                known.append((mask, formula))
+                known.append((term, formula))
         whole = terms.conjuncts(terms.every(formula for _, formula in known))
         facts = _with_runs(self.reader, whole)
         bounds = _Bounds.of(facts, self.frame)
@@ -142,7 +142,7 @@ class _Proof:
                 f"{known[0][0].node.name!r} and {data[0].node.name!r}; one can be passed on."
             )
         else:
-            mask = self._explicit([mask for mask, _ in known], frozenset(rest), whole)
+            mask = self._explicit([term for term, _ in known], frozenset(rest), whole)
         return SeenKeys(bounds.causal, bounds.left, bounds.right, q_segments, k_segments, mask)
 
     def _formula(self, node: fx.Node, reader: fx.Node, meaning: Meaning, factor: float) -> Formula | None:
@@ -367,7 +367,7 @@ class _Bounds:
             left = terms.plus(terms.constant(left), terms.constant(offset)).constant
             left = left if isinstance(left, int) and left >= 0 else None
         parts = frozenset(rights if right is not None else ()) | frozenset(lefts if left is not None else ())
-        return _Bounds(causal, -1 if left is None else cast(int, left), window_right, parts)
+        return _Bounds(causal, -1 if left is None else left, window_right, parts)
 
 
 def _distance(fact: Formula) -> tuple[int, Size] | None:

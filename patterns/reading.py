@@ -14,7 +14,7 @@ from torch import fx
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.evaluate import Evaluator
 from fusion_pass.graph.lanes import Opaque, product
-from fusion_pass.graph.region import between, downstream, frontier, modelled, upstream
+from fusion_pass.graph.region import between, downstream, frontier, inputs, modelled, upstream
 from fusion_pass.graph.site import Operand
 from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, Size, fake_tensor, operation, sizes, written_arguments
 
@@ -157,25 +157,32 @@ def _starts(effects: Effects, end: fx.Node) -> Iterator[fx.Node]:
     assert tensor is not None
     shape = sizes(tensor)
     total = product(shape)
-    for node in upstream(effects, end):
+    for node in _shared(effects, end):
         candidate = fake_tensor(node)
         if candidate is not None and candidate.is_floating_point() and candidate.dim() >= 2:
             s = sizes(candidate)
-            if s[-1] == shape[-1] and product(s) == total and not _only_moved(node, end):
+            if s[-1] == shape[-1] and product(s) == total:
                 yield node
 
 
-def _only_moved(node: fx.Node, end: fx.Node) -> bool:
-    """Whether `end` is a plain movement of `node`: then it is no rotation of it."""
-    while end is not node:
-        if operation(end) not in MOVEMENTS | CASTS or not end.args or not isinstance(end.args[0], fx.Node):
-            return False
-        end = end.args[0]
-    return True
+def _shared(effects: Effects, end: fx.Node) -> Iterator[fx.Node]:
+    """What a mixture of lanes may be a mixture of: nodes that lead to `end` on more than one way, nearest first."""
+    mixed = end
+    while len(read := [n for n in inputs(effects, mixed) if fake_tensor(n) is not None]) == 1 and operation(mixed) != "sum":
+        mixed = read[0]
+    if len(read) < 2:
+        yield from upstream(effects, mixed)
+        return
+    ways: dict[fx.Node, int] = {}
+    for parent in read:
+        for node in [parent, *upstream(effects, parent)]:
+            ways[node] = ways.get(node, 0) + 1
+    yield from sorted((n for n, w in ways.items() if w > 1), key=effects.order.__getitem__, reverse=True)
 
 
 def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Reading:
     effects = root.effects
+    _check_not_written_back(effects, rotation)
     norm = _norm_before(root, rotation)
     after = None if norm is not None else _norm_after(root, rotation)
     source = _uncast(effects, norm.start if norm is not None else rotation.start)
@@ -217,6 +224,16 @@ def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Readin
     )
 
 
+def _check_not_written_back(effects: Effects, rotation: Rotation) -> None:
+    """CogVideoX rotates the image tokens of q and writes them back into q, whose text tokens stay as they are."""
+    for write in effects.writes(rotation.start):
+        if effects.order[write] > effects.order[rotation.end] and rotation.end in write.all_input_nodes:
+            raise Refused(
+                f"The rotation is written back by {write.name!r} into the tensor it was cut from, "
+                "whose other tokens are normalised but not rotated."
+            )
+
+
 def _tables(root: Evaluator, rotation: Rotation, roles: Roles) -> tuple[bool, Operand, Operand]:
     study = root.study(rotation.start, lambda x: x)
     region = between(study, rotation.end)
@@ -243,6 +260,8 @@ def check_tables(root: Evaluator, rotation: Rotation, cos: Operand, sin: Operand
         return
     if computed[0] == {"sin"} and computed[1] == {"cos"}:
         raise Refused("cos and sin are exchanged: the tensor in the place of the cosines is computed by sin.")
+    if any(isinstance(s.key, tuple) and s.key[0] == "sealed" for s in rotation.response.axes):
+        return
     square = rotation.cos**2 + rotation.sin**2
     if not equal(square, square[:, :1] * (square * 0 + 1)):
         raise Refused("The tables are not cosines and sines of one angle: cos^2 + sin^2 differs between lanes.")
@@ -255,24 +274,32 @@ def _trigonometry(root: Evaluator, node: fx.Node) -> set[str]:
 
 def _norm_before(root: Evaluator, rotation: Rotation) -> Norm | None:
     end = rotation.start
-    seen_reduction = False
-    for node in [end, *upstream(root.effects, end)]:
-        seen_reduction |= operation(node) in _REDUCTIONS
-    if not seen_reduction:
+    if _joins(end):
+        return None
+    if not any(operation(node) in _REDUCTIONS for node in [end, *upstream(root.effects, end, _one_tensor)]):
         return None
     norm = _first_norm(root, end)
     if norm is None:
         raise Refused(
-            "The rotated tensor is normalised before, but not provably by RMSNorm or LayerNorm over the lanes of a head or of all heads."
+            "The rotated tensor is normalised before, but not provably by RMSNorm or LayerNorm over the lanes of one head or of all heads."
         )
     return norm
+
+
+def _joins(node: fx.Node) -> bool:
+    return operation(node) in ("cat", "stack")
+
+
+def _one_tensor(node: fx.Node) -> bool:
+    """Joint attention concatenates streams that were normalised each on its own: a norm is not looked for behind that."""
+    return modelled(node) and not _joins(node)
 
 
 def _first_norm(root: Evaluator, end: fx.Node) -> Norm | None:
     tensor = fake_tensor(end)
     assert tensor is not None
     total = product(sizes(tensor))
-    for start in upstream(root.effects, end):
+    for start in upstream(root.effects, end, _one_tensor):
         candidate = fake_tensor(start)
         if candidate is None or not candidate.is_floating_point() or candidate.dim() < 2 or product(sizes(candidate)) != total:
             continue
@@ -300,6 +327,8 @@ def _norm_after(root: Evaluator, rotation: Rotation) -> Norm | None:
     for end in sorted(reach, key=root.effects.order.__getitem__, reverse=True):
         candidate = fake_tensor(end)
         if candidate is None or not candidate.is_floating_point() or product(sizes(candidate)) != total:
+            continue
+        if candidate.dim() != tensor.dim() or sizes(candidate)[-1] != rotation.head_dim:
             continue
         norm = _norm(root, rotation.end, end)
         if norm is not None:

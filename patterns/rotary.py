@@ -43,7 +43,7 @@ def rotation_between(root: Evaluator, start: fx.Node, end: fx.Node) -> Rotation 
     try:
         if not _linear(root, start, end):
             return None
-        study = root.study(start, _unit_vectors)
+        study = root.study(start, _unit_vectors, outer=True)
         value = study.value(end)
         matrix, axes = _response(study, value)
     except (Opaque, Escaped):
@@ -52,7 +52,7 @@ def rotation_between(root: Evaluator, start: fx.Node, end: fx.Node) -> Rotation 
 
 
 def _linear(root: Evaluator, start: fx.Node, end: fx.Node) -> bool:
-    study = root.study(start, _random_sums)
+    study = root.study(start, _random_sums, outer=True)
     try:
         y, _ = _response(study, study.value(end))
     except (Opaque, Escaped):

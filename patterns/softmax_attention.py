@@ -1,10 +1,10 @@
 """Attention written out: a product of queries and keys, a softmax, a product with the values.
 
-Matches     softmax(scores) v, the scores built from one product q k' by, in any order: a factor, c tanh(.), masks that
-            are added or that choose, casts, less their own row maximum; with sinks as one more column that is cut off
-            again, or as sigmoid(logsumexp(scores) - sink) times the result. In `matmul`, `@`, `bmm`, `baddbmm`, `einsum`,
-            and in place.
-Requires    the softmax over the last axis; a soft cap below the masks; no dropout; nobody else reads scores or weights
+Matches     softmax(scores) v, the scores built from one product q k' by, in any order: a factor, c tanh(.), masks
+            that are added or that choose, casts, less their own row maximum; with sinks as one more column that is
+            cut off again, or as sigmoid(logsumexp(scores) - sink) times the result. In `matmul`, `@`, `bmm`,
+            `baddbmm`, `einsum`, and in place.
+Requires    the softmax over the last axis; a soft cap below the masks; no dropout; no other reader of scores or weights
 Becomes     `scale`, `softcap`, `sinks` and the masks of `attention`.
 
     scores = cap tanh(inner q.k) + masks        scale = inner cap, or inner without a cap
@@ -13,7 +13,7 @@ Becomes     `scale`, `softcap`, `sinks` and the masks of `attention`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -69,7 +69,7 @@ class Written:
 
 
 def read(effects: Effects, softmax: fx.Node) -> Written | None:
-    """The attention around `softmax`; None for another use of softmax. Raises `Refused` for one that cannot be fused."""
+    """The attention around `softmax`; None for another use. Raises `Refused` for an attention that cannot be fused."""
     tensor = fake_tensor(softmax)
     if tensor is None or tensor.dim() not in (3, 4) or not softmax.args or not isinstance(softmax.args[0], fx.Node):
         return None
@@ -410,7 +410,7 @@ def _per_head(node: object) -> Operand | None:
             "_to_copy",
         ):
             return None
-        wide = [n for n in sizes(before) if n != 1]
+        wide: list[Any] = [n for n in sizes(before) if n != 1]
         if len(wide) > 1 or (wide and sizes(tensor)[head] != wide[0]):
             return None
         if wide and operation(current) == "expand" and (before.dim() < -head or sizes(before)[head] != wide[0]):
@@ -571,7 +571,7 @@ def _column(user: fx.Node, product: fx.Node, factor: fx.Node) -> bool:
     wide, column = fake_tensor(product), fake_tensor(factor)
     if wide is None or column is None or fake_tensor(user) is None:
         return False
-    return sizes(column) == (*sizes(wide)[:-1], 1)
+    return bool(sizes(column) == (*sizes(wide)[:-1], 1))
 
 
 def check_no_dropout(p: object) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from torch import fx
 
 from fusion_pass.graph.evaluate import Evaluator
-from fusion_pass.graph.lanes import Opaque, Value
+from fusion_pass.graph.lanes import Value
 from fusion_pass.graph.site import Operand, Step
 from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake_tensor, operation
 
@@ -44,14 +44,13 @@ def find(
     rotated tensor whose labels say what runs along which of its axes.
     """
     for node in nodes:
-        try:
-            value = root.read(node, at)
-            if isinstance(value, Value):
-                found = _as_operand(node, value, wanted, roles, order)
-                if found is not None:
-                    return found
-        except (Opaque, Refused):
-            continue
+        for value in dict.fromkeys((root.read(node, at), root.sealed(node, at))):
+            try:
+                found = _as_operand(node, value, wanted, roles, order) if isinstance(value, Value) else None
+            except Refused:
+                continue
+            if found is not None:
+                return found
     return None
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import fx
 
 from . import lanes, operations
 from .effects import Effects
-from .lanes import WORLDS, Array, Opaque, Promote, Source, Value
+from .lanes import WORLDS, Array, Mixed, Opaque, Promote, Source, Value
 from .vocabulary import CASTS, MOVEMENTS, Size, fake, fake_tensor, in_place, operation, sizes, written_arguments
 
 T = TypeVar("T")
@@ -52,9 +52,17 @@ class Evaluator:
         """What `at` sees when it reads `node`."""
         return self._version(node, self.effects.last_write(node, at))
 
-    def study(self, node: fx.Node, draws: Callable[[Array], Array]) -> Study:
-        """An evaluator in which `node` is a source with lanes `draws(random)`."""
-        return Study(self, node, draws)
+    def sealed(self, node: fx.Node, at: fx.Node) -> Any:
+        """What `at` sees when it reads `node`, with only the last axis as lanes (see `lanes.seal`)."""
+        value = self.read(node, at)
+        if not isinstance(value, Value):
+            return value
+        key = ("sealed", node, self.effects.last_write(node, at))
+        return lanes.seal(value, key, lambda shape: self.random(key, shape))
+
+    def study(self, node: fx.Node, draws: Callable[[Array], Array], outer: bool = False) -> Study:
+        """An evaluator in which `node` is a source with lanes `draws(random)`. `outer`: no axis but its last may become lanes."""
+        return Study(self, node, draws, outer)
 
     def settle(self, attempt: Callable[[], T]) -> T:
         """Run `attempt`, again for every outer axis that turns out to be used as lanes."""
@@ -232,9 +240,10 @@ class Evaluator:
 class Study(Evaluator):
     """The response of a graph to one tensor. Everything that does not depend on it comes from the root evaluator."""
 
-    def __init__(self, root: Evaluator, node: fx.Node, draws: Callable[[Array], Array]) -> None:
+    def __init__(self, root: Evaluator, node: fx.Node, draws: Callable[[Array], Array], outer: bool) -> None:
         super().__init__(root.effects)
         self._root = root
+        self._seals = False
         self._ids, self._promoted, self.scalars = root._ids, root._promoted, root.scalars
         self.node = node
         self.start = root.effects.order[node]
@@ -243,8 +252,8 @@ class Study(Evaluator):
         if tensor is None:
             raise Opaque("only a tensor can be studied")
         shape = sizes(tensor)
-        promotable = {k for k, n in enumerate(shape) if isinstance(n, int) and n <= _PROMOTABLE}
-        self.studied = self._make_source(("studied", node), shape, True, promotable, draws=draws)
+        promotable = set() if outer else {k for k, n in enumerate(shape) if isinstance(n, int) and n <= _PROMOTABLE}
+        self.studied = self._make_source(("studied", node, outer), shape, True, promotable, draws=draws)
         (self.source,) = self.studied.axes
 
     def depends(self, node: fx.Node, write: fx.Node | None = None) -> bool:
@@ -271,6 +280,23 @@ class Study(Evaluator):
             return self.studied
         return super()._version(node, write) if self.depends(node, write) else self._root._version(node, write)
 
+    def _plain(self, node: fx.Node) -> Any:
+        try:
+            return super()._plain(node)
+        except Mixed:
+            # A table known place by place along the sequence meets the studied tensor, whose sequence is a label.
+            self._seals = True
+            try:
+                return super()._plain(node)
+            finally:
+                self._seals = False
+
+    def read(self, node: fx.Node, at: fx.Node) -> Any:
+        write = self.effects.last_write(node, at)
+        if self._seals and not self.depends(node, write):
+            return self._root.sealed(node, at)
+        return self._version(node, write)
+
     def _opaque(self, node: fx.Node, write: fx.Node | None) -> Any:
         raise Escaped(node.name)
 
@@ -290,6 +316,8 @@ def overwrite(before: Value, address: Callable[[Value], Value], new: Value) -> V
         except Promote as request:
             more = {axis for _, axis in request.wanted}
         else:
+            if 0 in place.shape:
+                return before
             new = lanes.broadcast(new, max(place.rank, new.rank))
             if new.rank != place.rank:
                 raise Opaque("a write of more axes than there are")
@@ -324,7 +352,3 @@ def overwrite(before: Value, address: Callable[[Value], Value], new: Value) -> V
     result = Value(before.shape, data, outer)
     return Value(before.shape, data, lanes.join_axes([before, result]))
 
-
-def axes_of_study(study: Study, value: Value) -> Sequence[Any]:
-    """The path of each axis of `value` over the studied tensor; empty when it does not depend on it."""
-    return value.axes.get(study.source, ())

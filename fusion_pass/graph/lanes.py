@@ -34,6 +34,10 @@ class Opaque(Exception):
     """The operation, or this use of it, is outside the model."""
 
 
+class Mixed(Opaque):
+    """Lanes of one argument meet an outer axis of another that cannot become lanes."""
+
+
 class Promote(Exception):
     """An outer axis must be treated as lanes for the evaluation to go on; the evaluation starts again with that known."""
 
@@ -145,7 +149,10 @@ def elementwise(function: Callable[..., Array], *values: Value) -> Value:
     values = tuple(broadcast(v, rank) for v in values)
     for axis in range(rank):
         if any(v.lanes(axis) for v in values) and any(v.outer(axis) for v in values):
-            promote([v for v in values if v.outer(axis)], axis)
+            try:
+                promote([v for v in values if v.outer(axis)], axis)
+            except Opaque as reason:
+                raise Mixed(str(reason)) from None
     with np.errstate(all="ignore"):
         data = function(*(v.data for v in values))
     if not np.isfinite(data).all():
@@ -167,6 +174,21 @@ def join_axes(values: Sequence[Value]) -> dict[Source, tuple[Path, ...]]:
             if joined.setdefault(source, paths) != paths:
                 raise Opaque("one tensor is read along two different axes or places")
     return joined
+
+
+def seal(value: Value, key: Hashable, random: Callable[[tuple[int, ...]], Array]) -> Value:
+    """`value` with the lanes of its axes before the last turned into labels of a new source.
+
+    Along a sealed axis only a random combination is kept. It is linear, so two lanes are equal (or opposite) after sealing exactly when they are
+    at every place of the axis.
+    """
+    sealed = [d for d in range(value.rank - 1) if value.lanes(d)]
+    if not sealed:
+        return value
+    shape = [n if d - 2 in sealed else 1 for d, n in enumerate(value.data.shape)]
+    data = (value.data * random((WORLDS, *shape[1:]))).sum(axis=tuple(2 + d for d in sealed), keepdims=True)
+    paths = tuple(("axis", d) if d in sealed else None for d in range(value.rank))
+    return Value(value.shape, data, {**value.axes, Source(key, value.shape): paths})
 
 
 # --- data movement -------------------------------------------------------------------------------------------------------------------

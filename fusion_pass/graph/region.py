@@ -27,15 +27,17 @@ def inputs(effects: Effects, node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def upstream(effects: Effects, node: fx.Node, limit: int = 80) -> Iterator[fx.Node]:
-    """Nodes `node` is computed from by modelled operations, and the opaque ones where that ends, latest first."""
+def upstream(
+    effects: Effects, node: fx.Node, through: Callable[[fx.Node], bool] = modelled, limit: int = 80
+) -> Iterator[fx.Node]:
+    """Nodes `node` is computed from by operations that `through` accepts, and those where that ends, latest first."""
     queue, seen = [node], {node}
     while queue and len(seen) < limit:
         queue.sort(key=effects.order.__getitem__)
         current = queue.pop()
         if current is not node:
             yield current
-        if current is node or modelled(current):
+        if current is node or through(current):
             for parent in inputs(effects, current):
                 if parent not in seen:
                     seen.add(parent)

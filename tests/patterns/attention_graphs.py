@@ -153,7 +153,7 @@ def evaluate(place: Site, known: Mapping[str, Any]) -> torch.Tensor:
 
 
 def rows_that_see(place: Site, known: Mapping[str, Any]) -> torch.Tensor | None:
-    """`[B, S, H, 1]`: the rows that see a key, for a call with a mask. docs/attention.md defines the others for itself."""
+    """`[B, S, H, 1]`: the rows that see a key, for a call with a mask (docs/attention.md defines the others)."""
     options = dict(place.call.options)
     if place.call.tensors["mask"] is None:
         return None
