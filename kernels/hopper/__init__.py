@@ -1,6 +1,7 @@
 """Attention for sm_90 (H100, H200) in Gluon, the low-level language that Triton ships: TMA, wgmma, warp specialisation.
 
-    forward.py, backward.py    the kernels                     prepare.py   the memory-bound kernels around the backward
+    forward.py                 the forward kernel
+    backward*.py               the backward kernels            prepare.py   the memory-bound kernels around them
     scores.py, rows.py         masks as intervals of keys      barriers.py  named barriers
     templates.py               tile sizes as data              gluon_api.py names that moved between Triton versions
     instances.py, build.py     signatures, compilation         assembler.py which ptxas
@@ -17,8 +18,6 @@ import importlib.util
 import torch
 
 from ..registry import Kernel, Request
-
-_HEAD_DIMS = "multiples of 8 up to 256 (backward: up to 128)"
 
 
 def _available() -> str | None:
@@ -58,10 +57,7 @@ def _supports(request: Request) -> str | None:
     head_dim, v_head_dim = request.shapes["q"][-1], request.shapes["v"][-1]
     for name, size in (("q", head_dim), ("v", v_head_dim)):
         if size is None or size < 8 or size % 8 or size > 256:
-            return f"head_dim of {name} is {size}; it takes {_HEAD_DIMS}."
-    assert head_dim is not None and v_head_dim is not None
-    if request.op == "attention_backward" and max(head_dim, v_head_dim) > 128:
-        return f"head_dim is {head_dim} and {v_head_dim}; its backward takes multiples of 8 up to 128."
+            return f"head_dim of {name} is {size}; it takes multiples of 8 up to 256."
     return None
 
 

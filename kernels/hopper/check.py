@@ -26,12 +26,12 @@ def _instances() -> Iterator[tuple[str, Callable[[], Instance]]]:
                 assert template is not None
                 name = "-".join(filter(None, ("forward", f"{dims[0]}x{dims[1]}", mask, extra)))
                 yield name, lambda template=template: forward_instance(template, "bf16")
-    for dim in (64, 128):
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
         for mask in MASKS:
             for extra in ("", "softcap", "deterministic"):
-                backward = backward_template(dim, dim, mask=mask, softcap=extra == "softcap", deterministic=extra == "deterministic")
+                backward = backward_template(*dims, mask=mask, softcap=extra == "softcap", deterministic=extra == "deterministic")
                 assert backward is not None
-                name = "-".join(filter(None, ("backward", f"{dim}x{dim}", mask, extra)))
+                name = "-".join(filter(None, ("backward", f"{dims[0]}x{dims[1]}", mask, extra)))
                 yield name, lambda template=backward: backward_instance(template, "bf16")
 
 

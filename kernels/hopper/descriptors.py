@@ -8,15 +8,32 @@ TMA needs a 16-byte aligned base and strides that are multiples of 16 bytes, and
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .build import tensor_map_layout
 
-_TYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Triton's names."""
 
 
-def _fits(x: Tensor) -> bool:
+class TensorMap(TensorDescriptor):
+    """A descriptor whose arguments are known to be valid: Triton's checks cost more than the launch."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@functools.cache
+def _layout(dtype: torch.dtype, block: tuple[int, ...], swizzled: bool) -> object:
+    return tensor_map_layout(DTYPES[dtype], block, swizzled=swizzled)
+
+
+def fits(x: Tensor) -> bool:
+    """Whether TMA can read and write `x` in place."""
     unit = 16 // x.element_size()
     if x.stride(-1) != 1 or x.data_ptr() % 16:
         return False
@@ -25,25 +42,22 @@ def _fits(x: Tensor) -> bool:
 
 def readable(x: Tensor) -> Tensor:
     """`x`, or a contiguous copy where TMA cannot read it."""
-    return x if _fits(x) else x.contiguous() if not x.is_contiguous() else x.clone()
+    return x if fits(x) else x.contiguous() if not x.is_contiguous() else x.clone()
 
 
-def fits(x: Tensor) -> bool:
-    """Whether TMA can read and write `x` in place."""
-    return _fits(x)
+def tensor_map(x: Tensor, rows: int, lanes: int) -> TensorMap:
+    """Map of `x`, `[B, S, H, D]`, by tiles of `rows` of one head and `lanes` of the feature axis. `fits(x)` holds."""
+    batch, length, heads, dim = x.shape
+    of_batch, of_row, of_head, _ = x.stride()
+    unit = 16 // x.element_size()  # stands in for the stride of an axis of one element, which may be anything
+    strides = [of_batch if batch > 1 else unit, of_head if heads > 1 else unit, of_row if length > 1 else unit, 1]
+    return _map(x, [batch, heads, length, dim], strides, (1, 1, rows, lanes))
 
 
-def tensor_map(x: Tensor, rows: int, lanes: int) -> TensorDescriptor:
-    """Map of `x`, `[B, S, H, D]`, by tiles of `rows` of one head and `lanes` of the feature axis."""
-    unit = 16 // x.element_size()
-    shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
-    strides = [x.stride(0), x.stride(2), x.stride(1), 1]
-    strides = [stride if size > 1 else unit for size, stride in zip(shape[:-1], strides)] + [1]
-    block = [1, 1, rows, lanes]
-    return TensorDescriptor(x, shape, strides, block, tensor_map_layout(_TYPES[str(x.dtype)], block))
-
-
-def rows_map(x: Tensor, rows: int) -> TensorDescriptor:
+def rows_map(x: Tensor, rows: int) -> TensorMap:
     """Map of per-row values, float32 `[B, H, padded rows]`, contiguous, by tiles of `rows`."""
-    block = [1, rows]
-    return TensorDescriptor(x, [x.numel() // rows, rows], [rows, 1], block, tensor_map_layout("fp32", block, swizzled=False))
+    return _map(x, [x.numel() // rows, rows], [rows, 1], (1, rows), swizzled=False)
+
+
+def _map(x: Tensor, shape: list[int], strides: list[int], block: tuple[int, ...], swizzled: bool = True) -> TensorMap:
+    return TensorMap(x, shape, strides, list(block), _layout(x.dtype, block, swizzled))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .backward import backward_kernel
+from .backward_wide import backward_wide_kernel
 from .build import Instance, tensor_map_type
 from .forward import forward_kernel
 from .templates import BackwardTemplate, ForwardTemplate
@@ -31,11 +32,11 @@ def forward_instance(template: ForwardTemplate, dtype: str) -> Instance:
 
 def backward_instance(template: BackwardTemplate, dtype: str) -> Instance:
     """`dtype`: "bf16" or "fp16"."""
-    q = (1, 1, template.block_m, template.qk_dim)
-    do = (1, 1, template.block_m, template.v_dim)
-    k = (1, 1, template.block_n, template.qk_dim)
-    v = (1, 1, template.block_n, template.v_dim)
-    dq = (1, 1, template.block_m, template.dq_columns)
+    q = (1, 1, template.block_m, template.qk_lanes)
+    do = (1, 1, template.block_m, template.v_lanes)
+    k = (1, 1, template.block_n, template.qk_lanes)
+    v = (1, 1, template.block_n, template.v_lanes)
+    dq = (1, 1, template.block_m, template.dq_lanes)
     row = tensor_map_type("fp32", (1, template.block_m), swizzled=False)
     arguments = {
         **{name: tensor_map_type(dtype, block) for name, block in zip(("q", "k", "v", "do"), (q, k, v, do))},
@@ -47,4 +48,5 @@ def backward_instance(template: BackwardTemplate, dtype: str) -> Instance:
         **dict.fromkeys(("kv_heads", "group", "seq_q", "seq_k", "band_low", "band_high", "rows_stride", "ranges_stride"), _INT),
         **dict.fromkeys(("scale", "cap_scale", "grad_scale"), _FLOAT),
     }
-    return Instance(backward_kernel, arguments, template, num_warps=template.num_warps, max_registers=template.max_registers)
+    kernel = backward_wide_kernel if template.wide else backward_kernel
+    return Instance(kernel, arguments, template, num_warps=template.num_warps, max_registers=template.max_registers)

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..attention_problem import Problem
 from ..attention_reference import sinks_gradient
 from . import prepare
-from .build import Instance, compile_instance
-from .descriptors import fits, readable, rows_map, tensor_map
+from .build import compile_instance
+from .descriptors import DTYPES, fits, readable, rows_map, tensor_map
 from .instances import backward_instance, forward_instance
 from .rows import Rows, intervals, key_ranges, query_ranges
 from .templates import BackwardTemplate, ForwardTemplate, backward_template, forward_template
@@ -49,7 +49,7 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
         q, k, v = readable(q), readable(k), readable(v)
         o = out if fits(out) or not template.store_by_tma else torch.empty_like(out, memory_format=torch.contiguous_format)
         sinks = None if problem.sinks is None else problem.sinks.float()
-        kernel = _loaded(forward_instance(template, _DTYPES[q.dtype]), q.device.index)
+        kernel = _loaded(template, q.dtype, q.device.index)
         kernel[(min(tiles, _multiprocessors(q.device.index)), 1, 1)](
             tensor_map(q, 64, template.qk_dim),
             tensor_map(k, template.block_n, template.qk_dim),
@@ -130,15 +130,15 @@ def backward(
         dk_to = dk if fits(dk) else torch.empty_like(k, memory_format=torch.contiguous_format)
         dv_to = dv if fits(dv) else torch.empty_like(v, memory_format=torch.contiguous_format)
         together = _chunk(batch * kv_heads, 16 if template.deterministic else 4 if template.masked else 1)
-        kernel = _loaded(backward_instance(template, _DTYPES[q.dtype]), q.device.index)
+        kernel = _loaded(template, q.dtype, q.device.index)
         kernel[(together, triton.cdiv(seq_k, template.block_n), batch * kv_heads // together)](
-            tensor_map(q, template.block_m, template.qk_dim),
-            tensor_map(k, template.block_n, template.qk_dim),
-            tensor_map(v, template.block_n, template.v_dim),
-            tensor_map(do, template.block_m, template.v_dim),
-            tensor_map(accumulator.transpose(1, 2), template.block_m, template.dq_columns),
-            tensor_map(dk_to, template.block_n, template.qk_dim),
-            tensor_map(dv_to, template.block_n, template.v_dim),
+            tensor_map(q, template.block_m, template.qk_lanes),
+            tensor_map(k, template.block_n, template.qk_lanes),
+            tensor_map(v, template.block_n, template.v_lanes),
+            tensor_map(do, template.block_m, template.v_lanes),
+            tensor_map(accumulator.transpose(1, 2), template.block_m, template.dq_lanes),
+            tensor_map(dk_to, template.block_n, template.qk_lanes),
+            tensor_map(dv_to, template.block_n, template.v_lanes),
             rows_map(lse_rows, template.block_m),
             rows_map(delta_rows, template.block_m),
             *_rows_arguments(rows),
@@ -184,9 +184,6 @@ def backward_template_of(problem: Problem) -> BackwardTemplate | None:
     mask = _mask_kind(problem, 128)
     dims = problem.q.shape[3], problem.v.shape[3]
     return backward_template(*dims, mask=mask, softcap=problem.softcap > 0, deterministic=problem.deterministic)
-
-
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _mask_kind(problem: Problem, block_n: int) -> str:
@@ -237,9 +234,10 @@ def _heads_together(problem: Problem) -> int:
     return together * group
 
 
+@functools.cache
 def _chunk(heads: int, wanted: int) -> int:
-    """Largest divisor of `heads` up to `wanted`, or more where the grid's third axis (65535) needs it."""
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= 65535] if heads > 64 else [n for n in range(1, heads + 1) if heads % n == 0]
+    """The largest divisor of `heads` up to `wanted` that leaves at most 65535 chunks, the third axis of the grid; else the smallest one."""
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= 65535]
     return max((n for n in divisors if n <= wanted), default=divisors[0])
 
 
@@ -255,13 +253,15 @@ def _sinks_gradient_without_keys(problem: Problem, lse: Tensor, grad_lse: Tensor
     return sinks_gradient(problem.sinks, lse, delta)
 
 
-@functools.lru_cache(maxsize=None)
-def _loaded(instance: Instance, device: int) -> Any:
+@functools.cache
+def _loaded(template: ForwardTemplate | BackwardTemplate, dtype: torch.dtype, device: int) -> Any:
     """The compiled kernel, one handle per device."""
-    return compile_instance(instance)
+    if isinstance(template, ForwardTemplate):
+        return compile_instance(forward_instance(template, DTYPES[dtype]))
+    return compile_instance(backward_instance(template, DTYPES[dtype]))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -83,12 +83,34 @@ class BackwardTemplate(Template):
     @property
     def split_dq(self) -> bool:
         """Each warpgroup owns half of the feature axis of dQ and hands it over on its own barrier (64-row tiles)."""
-        return self.block_m == 64
+        return self.block_m == 64 and not self.wide
 
     @property
-    def dq_columns(self) -> int:
+    def wide(self) -> bool:
+        """Head dimensions above 128 have a kernel of their own, with the feature axis in parts of 128 lanes."""
+        return self.qk_dim > 128
+
+    @property
+    def qk_parts(self) -> int:
+        return self.qk_dim // 128
+
+    @property
+    def v_parts(self) -> int:
+        return self.v_dim // 128
+
+    @property
+    def qk_lanes(self) -> int:
+        """Lanes of q and k in one shared memory tile."""
+        return 128 if self.wide else self.qk_dim
+
+    @property
+    def v_lanes(self) -> int:
+        return 128 if self.wide else self.v_dim
+
+    @property
+    def dq_lanes(self) -> int:
         """Lanes of dQ in one reduce-add."""
-        return self.qk_dim // 2 if self.split_dq else self.qk_dim
+        return self.qk_dim // 2 if self.split_dq else self.qk_lanes
 
     @property
     def max_registers(self) -> int:
@@ -125,6 +147,8 @@ _FORWARD_TILES: dict[tuple[int, int, bool], Tile] = {
 _BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     # (qk_dim, v_dim)
     (64, 64): Tile(128, 128, stages=2),  # causal 4k 1.10, full 4k 1.02, against 1.01 and 1.00 for 64 queries
+    (256, 128): Tile(64, 64, stages=2),
+    (256, 256): Tile(64, 64, stages=2),
     (128, 128): Tile(64, 128, stages=2),  # causal 1k / 4k / 16k 1.06 / 1.12 / 1.08, full 1.03 / 1.11 / 1.02
 }
 

@@ -27,6 +27,8 @@ SPILLS = {
     "forward-256x256-none*": 0,
     "forward-256x256-*": 128,
     "forward-*": 0,
+    "backward-256x256-*": 700,
+    "backward-192x128-*": 700,
     "backward-64x64-*-softcap": 2048,
     "backward-64x64-*": 1200,
     "backward-128x128-*-softcap": 512,
@@ -56,7 +58,8 @@ def assert_as_designed(used: dict[str, object]) -> None:
     assert not used["warnings"], f"ptxas serialised the products of {name}: {used['warnings']}"
     assert set(used["barrier_ids"]) <= TRITON_BARRIERS[direction], used  # type: ignore[call-overload]
     assert used["wgmma"] == expected_wgmma(name), used
-    assert used["tma_reduce"] == (0 if direction == "forward" else 4 if "128x128" in name else 2), used
+    dims = name.split("-")[1]
+    assert used["tma_reduce"] == (0 if direction == "forward" else {"64x64": 2, "128x128": 4}.get(dims, 8)), used
 
 
 def expected_wgmma(name: str) -> int:
@@ -70,6 +73,9 @@ def expected_wgmma(name: str) -> int:
         loops = {"none": 1, "right": 2, "band": 3, "rows": 3}[mask]
         # Two consumers; each has the first scores, the loops, the seam between tiles, and the last product with V.
         return 2 * (scores + (loops + 1) * (scores + values) + values)
+    if qk_dim == 256:
+        # S over 256 lanes, dP over v_dim; dV, dK, dQ over 64 queries or keys, once for every 128 lanes.
+        return qk_dim // 16 + v_dim // 16 + 4 * (v_dim // 128 + 2 + 2)
     block_m, block_n = (64, 128) if qk_dim == 128 else (128, 128)
     # S, dP (over the features), dV, dK (over the queries), dQ (over the keys); one loop whatever the mask.
     return 2 * (qk_dim // 16) + 2 * (block_m // 16) + block_n // 16
@@ -86,6 +92,6 @@ def test_representative_instance(name: str) -> None:
 @pytest.mark.parametrize("pattern", ["forward-*", "backward-*"])
 def test_every_instance(pattern: str) -> None:
     results = compile_all(pattern)
-    assert len(results) == {"forward-*": 48, "backward-*": 24}[pattern]
+    assert len(results) == {"forward-*": 48, "backward-*": 48}[pattern]
     for used in results:
         assert_as_designed(used)
