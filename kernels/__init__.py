@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-# By full name: where the repository is the current folder, transformers finds this folder as `kernels` and imports it. Then
-# these lines lead to the package itself, and the operators are not registered a second time.
+# By full name: where the repository is the current folder, transformers finds this folder as `kernels` and imports
+# it. Then these lines lead to the package itself, and the operators are not registered a second time.
 from fusion_pass.kernels import ops
 from fusion_pass.kernels.attention_ops import attention
 from fusion_pass.kernels.functional import norm_rope, qk_norm_rope, qkv_norm_rope, rope

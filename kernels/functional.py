@@ -1,6 +1,7 @@
 """The operators as Python functions, for use without the pass.
 
-Shapes, options and errors are those of `docs/operators.md`; B = batch, S = sequence, H = heads, D = head_dim, R = rotary_dim.
+Shapes, options and errors are those of `docs/operators.md`; B = batch, S = sequence, H = heads, D = head_dim, R =
+rotary_dim.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def qkv_norm_rope(
     """Split a packed projection and normalise and rotate each head of Q and K.
 
     `qkv` is [B, S, (num_heads + 2 num_kv_heads) D]. Returns q [B, S, num_heads, D], k and v [B, S, num_kv_heads, D].
-    Where no gradient is recorded v is a view of `qkv` and nothing of it is moved; in training it is a copy, because the backward writes one
-    packed gradient in one pass.
+    Where no gradient is recorded v is a view of `qkv` and nothing of it is moved; in training it is a copy, because
+    the backward writes one packed gradient in one pass.
     """
     options = {
         "norm": norm,
@@ -195,10 +196,11 @@ def rope(
 ) -> Tensor:
     """Rotate x, [B, S, H, D] or [S, H, D], as a serving engine asks for it.
 
-    cos and sin are aligned with the tokens ([B or 1, S or 1, T]; MRoPE [3, B or 1, S, T]) unless the rows of a table [max_position, T] are named:
-    by `positions` ([S], [B, S]; MRoPE with a leading 3), or counted within each sequence from `seqlen_offset`, an int or one per sequence.
-    `cu_seqlens` ([sequences + 1], int32 or int64) says that x [total, H, D] holds sequences of those bounds one after the other.
-    `rotary_dim` defaults to twice T. The halves of a cached table [max_position, cos | sin] are passed as two slices of it.
+    cos and sin are aligned with the tokens ([B or 1, S or 1, T]; MRoPE [3, B or 1, S, T]) unless the rows of a table
+    [max_position, T] are named: by `positions` ([S], [B, S]; MRoPE with a leading 3), or counted within each
+    sequence from `seqlen_offset`, an int or one per sequence. `cu_seqlens` ([sequences + 1], int32 or int64) says
+    that x [total, H, D] holds sequences of those bounds one after the other. `rotary_dim` defaults to twice T. The
+    halves of a cached table [max_position, cos | sin] are passed as two slices of it.
     """
     tokens_only = x.dim() == 3
     if tokens_only:

@@ -3,8 +3,9 @@
 `docs/operators.md` is the contract. Every operator is planned the same way: check the arguments, cut them into streams
 (`streams.py`), allocate the results. The fake stops there; the real operator then lets one back end fill the results.
 
-The backward is an operator too (`<name>_backward`), so AOTAutograd traces it like any other. It returns only the gradients that are needed
-(`output_mask`), in the order of the forward's differentiable arguments. Gradients are dense and contiguous whatever the strides of the input.
+The backward is an operator too (`<name>_backward`), so AOTAutograd traces it like any other. It returns only the
+gradients that are needed (`output_mask`), in the order of the forward's differentiable arguments. Gradients are
+dense and contiguous whatever the strides of the input.
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ SCHEMAS = {
     ),
     "qk_norm_rope": f"(Tensor q, Tensor k, {_TABLES}, {_QK_AFFINE}, *, {_OPTIONS}, {_RESULT}) -> (Tensor, Tensor)",
     "qk_norm_rope_backward": (
-        f"(Tensor grad_q, Tensor grad_k, Tensor? q, Tensor? k, {_TABLES}, {_QK_AFFINE}, *, {_OPTIONS}, {_GRADIENT}) -> Tensor[]"
+        f"(Tensor grad_q, Tensor grad_k, Tensor? q, Tensor? k, {_TABLES}, {_QK_AFFINE}, *, "
+        f"{_OPTIONS}, {_GRADIENT}) -> Tensor[]"
     ),
     "norm_rope": f"(Tensor x, {_TABLES}, {_AFFINE}, *, {_OPTIONS}, {_RESULT}) -> Tensor",
     "norm_rope_backward": f"(Tensor grad, Tensor? x, {_TABLES}, {_AFFINE}, *, {_OPTIONS}, {_GRADIENT}) -> Tensor[]",
     "rope": (
-        "(Tensor x, Tensor cos, Tensor sin, Tensor? positions=None, Tensor? cu_seqlens=None, Tensor? seqlen_offsets=None, *, "
-        f"SymInt seqlen_offset=0, {_ROTATION}, {_RESULT}) -> Tensor"
+        "(Tensor x, Tensor cos, Tensor sin, Tensor? positions=None, Tensor? cu_seqlens=None, "
+        f"Tensor? seqlen_offsets=None, *, SymInt seqlen_offset=0, {_ROTATION}, {_RESULT}) -> Tensor"
     ),
     "rope_backward": (
         "(Tensor grad, Tensor? x, Tensor cos, Tensor sin, Tensor? positions=None, Tensor? cu_seqlens=None, "
@@ -69,7 +71,7 @@ SCHEMAS = {
 }
 
 
-# --- planning ------------------------------------------------------------------------------------------------------------------------
+# --- planning ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -391,8 +393,9 @@ def token_positions(
 ) -> Tensor | None:
     """The table row of every token of `rope`: as given, or counted from the start of its sequence.
 
-    With `cu_seqlens` ([sequences + 1]) x is [1, total, H, D] and holds the sequences one after the other; `seqlen_offsets` ([sequences], or [B]
-    without `cu_seqlens`) and `seqlen_offset` are added. None: the tables are aligned with the tokens.
+    With `cu_seqlens` ([sequences + 1]) x is [1, total, H, D] and holds the sequences one after the other;
+    `seqlen_offsets` ([sequences], or [B] without `cu_seqlens`) and `seqlen_offset` are added. None: the tables are
+    aligned with the tokens.
     """
     if positions is not None:
         if cu_seqlens is not None or seqlen_offsets is not None:
@@ -420,7 +423,7 @@ def _rope_tables(
     seqlen_offsets: Tensor | None,
     seqlen_offset: int,
 ) -> Tensor | None:
-    for name, value, size in (("cu_seqlens", cu_seqlens, None), ("seqlen_offsets", seqlen_offsets, None)):
+    for name, value in (("cu_seqlens", cu_seqlens), ("seqlen_offsets", seqlen_offsets)):
         if value is not None and (value.dim() != 1 or value.dtype not in (torch.int32, torch.int64)):
             raise ValueError(
                 f"{name} has shape {list(value.shape)} and dtype {value.dtype}; it takes one axis of int32 or int64."
@@ -463,12 +466,13 @@ def _rope_grad_plan(
     return _grad_plan(grad, x, cos, sin, rows, norm="none", output_mask=(*output_mask, False, False), **chosen)
 
 
-# --- registration --------------------------------------------------------------------------------------------------------------------
+# --- registration --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Differentiable:
-    """Where the differentiable arguments of an operator stand: `inputs` are the streams' tensors, then cos, sin, weights and biases.
+    """Where the differentiable arguments of an operator stand: `inputs` are the streams' tensors, then cos, sin,
+    weights and biases.
 
     `positions` and the other integer tensors are passed on to the backward and have no gradient.
     """

@@ -35,7 +35,8 @@ INTEGER_DTYPES = (
 class Options:
     """What is computed for each head of each token. The defaults are those of the operators' schemas.
 
-    `eps` is a float (under `torch.compile(dynamic=True)` possibly a `SymFloat` while tracing) and has no default for a norm.
+    `eps` is a float (under `torch.compile(dynamic=True)` possibly a `SymFloat` while tracing) and has no default for
+    a norm.
     """
 
     norm: str = "none"
@@ -117,15 +118,16 @@ def _check_rotation(
     if mrope_layout == "none":
         if mrope_section:
             raise ValueError(
-                f"mrope_section is {list(mrope_section)}, but mrope_layout is 'none'; pass 'sectioned' or 'interleaved'."
+                f"mrope_section is {list(mrope_section)}, but mrope_layout is 'none'; "
+                "pass 'sectioned' or 'interleaved'."
             )
         return
     if len(mrope_section) != 3 or min(mrope_section) < 0:
         raise ValueError(f"mrope_section is {list(mrope_section)}; it takes three sizes, for T, H and W.")
     if sum(mrope_section) != rotary_dim // 2:
         raise ValueError(
-            f"mrope_section is {list(mrope_section)} (sum {sum(mrope_section)}); the sizes must add up to rotary_dim / 2 = "
-            f"{rotary_dim // 2}."
+            f"mrope_section is {list(mrope_section)} (sum {sum(mrope_section)}); "
+            f"the sizes must add up to rotary_dim / 2 = {rotary_dim // 2}."
         )
 
 
@@ -151,7 +153,8 @@ def check_packed(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, 
         )
     if packing == "grouped" and num_heads % num_kv_heads:
         raise ValueError(
-            f"num_heads is {num_heads}, not a multiple of num_kv_heads {num_kv_heads}; packing='grouped' needs whole groups."
+            f"num_heads is {num_heads}, not a multiple of num_kv_heads {num_kv_heads}; "
+            "packing='grouped' needs whole groups."
         )
     _check_lanes("qkv", qkv)
 
@@ -161,11 +164,14 @@ def _check_lanes(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} has dtype {x.dtype}; it takes bfloat16, float16, float32 or float64.")
     if x.stride(-1) != 1:
         raise ValueError(
-            f"{name} has strides {list(x.stride())}; the last must be 1 (other axes may have any). Call .contiguous() on it."
+            f"{name} has strides {list(x.stride())}; the last must be 1 (other axes may have any). "
+            "Call .contiguous() on it."
         )
 
 
-def check_affine(name: str, value: Tensor | None, heads: int, head_dim: int, options: Options, device: torch.device) -> None:
+def check_affine(
+    name: str, value: Tensor | None, heads: int, head_dim: int, options: Options, device: torch.device
+) -> None:
     """Raise unless the norm's weight or bias has a shape the norm takes."""
     if value is None:
         return
@@ -176,7 +182,9 @@ def check_affine(name: str, value: Tensor | None, heads: int, head_dim: int, opt
         if shape != (heads * head_dim,):
             raise ValueError(f"{name} has shape {list(shape)}; with norm_scope='hidden' it takes [{heads * head_dim}].")
     elif shape != (head_dim,) and shape != (heads, head_dim):
-        raise ValueError(f"{name} has shape {list(shape)}; it takes [{head_dim}] or, one row a head, [{heads}, {head_dim}].")
+        raise ValueError(
+            f"{name} has shape {list(shape)}; it takes [{head_dim}] or, one row a head, [{heads}, {head_dim}]."
+        )
     if value.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} has dtype {value.dtype}; it takes a float dtype.")
     check_device(name, value, device)
@@ -188,9 +196,7 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {value.device}, but the input is on {device}; move it there.")
 
 
-def check_tables(
-    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, x: Tensor, options: Options
-) -> None:
+def check_tables(cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, x: Tensor, options: Options) -> None:
     """Raise unless cos, sin and positions fit `x` ([B, S, …]) and the options."""
     if options.rotary_dim == 0:
         if cos is not None or sin is not None or positions is not None:
@@ -212,12 +218,16 @@ def check_tables(
                 f"{options.rotary_dim // 2} (one a pair) or {options.rotary_dim} (one a lane)."
             )
         if positions is None:
-            ok = table.dim() == (4 if mrope else 3) and table.shape[-3] in (1, batch) and table.shape[-2] in (1, sequence)
+            ok = (
+                table.dim() == (4 if mrope else 3)
+                and table.shape[-3] in (1, batch)
+                and table.shape[-2] in (1, sequence)
+            )
             if not ok or (mrope and table.shape[0] != 3):
                 raise ValueError(
                     f"{name} has shape {list(table.shape)}; for {batch} x {sequence} tokens it takes "
-                    f"{'[3, ' if mrope else '['}1 or {batch}, 1 or {sequence}, entries]. A table of all positions needs "
-                    "`positions`."
+                    f"{'[3, ' if mrope else '['}1 or {batch}, 1 or {sequence}, entries]. "
+                    "A table of all positions needs `positions`."
                 )
         elif table.dim() != 2:
             raise ValueError(f"{name} has shape {list(table.shape)}; with positions it takes [max_position, entries].")
@@ -234,6 +244,6 @@ def _check_positions(positions: Tensor, batch: int, sequence: int, mrope: bool, 
     if not rows_fit or token_shape not in ((sequence,), (batch, sequence), (1, sequence)):
         rows = "3, " if mrope else ""
         raise ValueError(
-            f"positions has shape {list(positions.shape)}; for {batch} x {sequence} tokens it takes [{rows}{sequence}] or "
-            f"[{rows}{batch}, {sequence}]."
+            f"positions has shape {list(positions.shape)}; for {batch} x {sequence} tokens it takes "
+            f"[{rows}{sequence}] or [{rows}{batch}, {sequence}]."
         )

@@ -4,12 +4,14 @@ Forward, for one head x of one token, with R the rotation, r = 1 / sqrt(mean(x^2
 
     norm first:  n = x r w + b,  y = R n            norm last:  z = R x,  y = z r(z) w + b
 
-Backward, given dy (Zhang and Sennrich 2019, arXiv 1910.07467, for RMSNorm; Ba et al. 2016, arXiv 1607.06450, for LayerNorm):
+Backward, given dy (Zhang and Sennrich 2019, arXiv 1910.07467, for RMSNorm; Ba et al. 2016, arXiv 1607.06450, for
+LayerNorm):
 
     g = R' dy (norm first) or dy,   dw = sum g xhat,   db = sum g,   u = g w,
     d  = r (u - xhat mean(u xhat)), LayerNorm: d = r (u - mean(u) - xhat mean(u xhat)),   dx = d (norm first) or R' d
 
-R' is the transpose of R. The tables may hold one entry a lane, so R need not be orthogonal and R' is not the opposite rotation.
+R' is the transpose of R. The tables may hold one entry a lane, so R need not be orthogonal and R' is not the
+opposite rotation.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ def backward(
         result.weights.append(dweight)
         result.biases.append(dbias)
         if needs_tables:
-            assert x is not None and tables is not None
+            assert x is not None
+            assert tables is not None
             if options.norm_first:
                 before, after = _normalised(x, stream.weight, stream.bias, options), grad
             else:
@@ -100,7 +103,8 @@ def backward(
 
 
 def select_tables(tables: Tables, options: Options, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of every token, [B, S, T]: gathered by position, and of the MRoPE rows the one that each pair reads."""
+    """cos and sin of every token, [B, S, T]: gathered by position, and of the MRoPE rows the one that each pair
+    reads."""
     mrope = options.mrope_layout != "none"
     if tables.positions is None:
         cos = tables.table_view(tables.cos, batch, sequence, mrope)

@@ -1,8 +1,8 @@
 """Which kernels exist, which of them can serve a request, and which one is taken.
 
-A back end is a module of this package with a tuple `KERNELS` of `Kernel` records: to add one, write that tuple and name the module in
-`MODULES`. The module must import with torch alone; what needs a GPU, Triton or a vendor's package is imported by `Kernel.load`.
-A third party calls `register`.
+A back end is a module of this package with a tuple `KERNELS` of `Kernel` records: to add one, write that tuple and
+name the module in `MODULES`. The module must import with torch alone; what needs a GPU, Triton or a vendor's package
+is imported by `Kernel.load`. A third party calls `register`.
 
 `ORDER` is the order of preference. `reference` is last, and is taken only where the caller allows it.
 """
@@ -29,8 +29,8 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 class Request:
     """One operator call, as far as the choice of a kernel depends on it.
 
-    `shapes` and `dtypes` are of the tensor arguments that are present, by name; a size that is not known (dynamic shapes) is None.
-    `options` are the operator's keyword arguments. `training`: a gradient will be asked for.
+    `shapes` and `dtypes` are of the tensor arguments that are present, by name; a size that is not known (dynamic
+    shapes) is None. `options` are the operator's keyword arguments. `training`: a gradient will be asked for.
     """
 
     op: str
@@ -50,8 +50,9 @@ class Kernel:
     """One implementation of some operators.
 
     `load` returns the implementation (for the norm + rotation operators a `streams.Backend`).
-    `available`, `supports` and `gate` return None for yes, or the reason why not, as a sentence: is it usable on this machine; can it compute this
-    request; and is it expected to be no slower than what Inductor would generate. Only `backend="auto"` asks the gate.
+    `available`, `supports` and `gate` return None for yes, or the reason why not, as a sentence: is it usable on
+    this machine; can it compute this request; and is it expected to be no slower than what Inductor would generate.
+    Only `backend="auto"` asks the gate.
     """
 
     name: str
@@ -79,7 +80,8 @@ _discovered = False
 
 
 def register(kernel: Kernel) -> None:
-    """Add a kernel. It stands where `ORDER` puts its name; an unknown name stands before all of them, the latest first."""
+    """Add a kernel. It stands where `ORDER` puts its name; an unknown name stands before all of them, the latest
+    first."""
     _discover()
     _insert(kernel)
 

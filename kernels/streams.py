@@ -1,8 +1,8 @@
 """What a back end of the norm + rotation operators is given: streams, tables and options.
 
-Every operator is the same work on one or two *streams* (q and k, or x alone) that share the tables. `ops.py` checks the arguments,
-cuts a packed buffer into strided views and allocates the results; a back end only fills them. So a back end is two functions,
-`forward` and `backward` (`Backend` below), whatever the operator.
+Every operator is the same work on one or two *streams* (q and k, or x alone) that share the tables. `ops.py` checks
+the arguments, cuts a packed buffer into strided views and allocates the results; a back end only fills them. So a
+back end is two functions, `forward` and `backward` (`Backend` below), whatever the operator.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .options import Options
 class Stream:
     """The forward work on q or k.
 
-    `x` is [B, S, H, D], or [B, S, KV, H/KV, D] for the q heads of a grouped packing (their stride is not uniform). `out` is [B, S, H, D].
-    Any strides, the last is 1. `weight` and `bias` are [D] or one row a head ([H, D], or flat).
+    `x` is [B, S, H, D], or [B, S, KV, H/KV, D] for the q heads of a grouped packing (their stride is not uniform).
+    `out` is [B, S, H, D]. Any strides, the last is 1. `weight` and `bias` are [D] or one row a head ([H, D], or flat).
     """
 
     x: Tensor
@@ -35,8 +35,9 @@ class Stream:
 class GradStream:
     """The backward work on q or k.
 
-    `grad` is the gradient of the result, [B, S, H, D], last stride 1. `dx` receives the gradient of the input, in the shape of `Stream.x`;
-    None if it is not needed. `x` is None when nothing depends on it: no norm, and no gradient of the tables asked for.
+    `grad` is the gradient of the result, [B, S, H, D], last stride 1. `dx` receives the gradient of the input, in
+    the shape of `Stream.x`; None if it is not needed. `x` is None when nothing depends on it: no norm, and no
+    gradient of the tables asked for.
     """
 
     grad: Tensor
@@ -85,7 +86,8 @@ class Gradients:
     """What `backward` returns beside the filled `dx`.
 
     `weights[i]`, `biases[i]`: for stream i, shaped and typed as the parameter, or None if not needed.
-    `cos`, `sin`: per token, [B, S, T] in the arithmetic's dtype, summed over all heads of all streams; `fold_table_gradient` finishes them.
+    `cos`, `sin`: per token, [B, S, T] in the arithmetic's dtype, summed over all heads of all streams;
+    `fold_table_gradient` finishes them.
     """
 
     weights: list[Tensor | None]
@@ -121,8 +123,8 @@ def arithmetic_dtype(*dtypes: torch.dtype) -> torch.dtype:
 def fold_table_gradient(per_token: Tensor, table: Tensor, positions: Tensor | None, options: Options) -> Tensor:
     """Turn a gradient per token, [B, S, T], into the gradient of `table` as the caller passed it.
 
-    A MRoPE entry goes to exactly the row that was read; broadcast axes are summed; with positions the rows of the table are accumulated
-    (by `index_put_`, whose accumulation on CUDA is sorted and therefore reproducible).
+    A MRoPE entry goes to exactly the row that was read; broadcast axes are summed; with positions the rows of the
+    table are accumulated (by `index_put_`, whose accumulation on CUDA is sorted and therefore reproducible).
     """
     batch, sequence, entries = per_token.shape
     mrope = options.mrope_layout != "none"

@@ -1,9 +1,9 @@
 """The pieces of the norm + rotation kernels: load, rotate, normalise and store one tile of heads.
 
-A tile is [BT tokens, BH heads, lanes], held as three tensors: the first and the second member of every rotated pair, [BT, BH, L] each, and the
-lanes that pass through, [BT, BH, P]. L and P are padded to powers of two; what is beyond is loaded as zero and never stored.
-So a rotation is arithmetic between two registers of one thread, whatever the pairing: halves are two contiguous loads, adjacent pairs one
-contiguous load that is split.
+A tile is [BT tokens, BH heads, lanes], held as three tensors: the first and the second member of every rotated pair,
+[BT, BH, L] each, and the lanes that pass through, [BT, BH, P]. L and P are padded to powers of two; what is beyond
+is loaded as zero and never stored. So a rotation is arithmetic between two registers of one thread, whatever the
+pairing: halves are two contiguous loads, adjacent pairs one contiguous load that is split.
 
 Masks that cannot cut anything are constants, and Triton removes them.
 """
@@ -43,8 +43,9 @@ def tile_pointers(
 ):
     """[BT, BH, 1] pointers to lane 0 of every head of the tile.
 
-    Strides arrive divided by VEC, so that the compiler sees how far the addresses are aligned. The tile's corner is a 64-bit scalar; offsets within a
-    tile are 32-bit unless WIDE. GROUP > 0: head h stands at (h // GROUP) stride_g + (h % GROUP) stride_h.
+    Strides arrive divided by VEC, so that the compiler sees how far the addresses are aligned. The tile's corner is
+    a 64-bit scalar; offsets within a tile are 32-bit unless WIDE. GROUP > 0: head h stands at (h // GROUP) stride_g
+    + (h % GROUP) stride_h.
     """
     corner = batch.to(tl.int64) * stride_b * VEC + s0.to(tl.int64) * stride_s * VEC
     token = tl.arange(0, BT)[:, None, None]
@@ -172,9 +173,11 @@ def load_tables(
     BT: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """cos and sin of both members of every pair, [BT, BH, L]: loaded already broadcast over the heads, which spares a layout conversion.
+    """cos and sin of both members of every pair, [BT, BH, L]: loaded already broadcast over the heads, which spares
+    a layout conversion.
 
-    Strides arrive divided by TABLE_VEC (see `tile_pointers`). A position outside the table gives NaN: nothing beyond the table is read, and the mistake shows.
+    Strides arrive divided by TABLE_VEC (see `tile_pointers`). A position outside the table gives NaN: nothing beyond
+    the table is read, and the mistake shows.
     """
     j = tl.arange(0, L)[None, None, :] + tl.zeros([BT, BH, 1], tl.int32)
     token = tl.arange(0, BT)[:, None, None]
@@ -187,7 +190,9 @@ def load_tables(
     inside = mask
     if GATHER:
         corner = batch.to(tl.int64) * position_b + s0.to(tl.int64) * position_s
-        position = tl.load(POSITIONS + corner + (row * position_r + token * position_s), mask=mask, other=0).to(tl.int64)
+        position = tl.load(POSITIONS + corner + (row * position_r + token * position_s), mask=mask, other=0).to(
+            tl.int64
+        )
         inside = (position >= 0) & (position < max_position)
         mask = mask & inside
         offset = position * table_s * TABLE_VEC
@@ -274,7 +279,8 @@ def standardise(
         if P > 0:
             rest = tl.where(mask & (passing_lanes(R, START, P) < D), rest - mean, 0)
     r = tl.rsqrt(row_sum(a * a, b * b, rest * rest, P, HIDDEN) * (1.0 / N) + EPS)
-    # Where a head or token does not exist x is zero and, with eps = 0, r is infinite: keep NaN out of the sums over heads and tokens.
+    # Where a head or token does not exist x is zero and, with eps = 0, r is infinite: keep NaN out of the sums over
+    # heads and tokens.
     r = tl.where(mask, r, 0)
     return a * r, b * r, rest * r, r
 

@@ -24,18 +24,25 @@ def forward(streams: Sequence[Stream], tables: Tables | None, options: Options, 
     q, k = streams[0], streams[1] if len(streams) > 1 else None
     batch, sequence, q_heads, head_dim = q.out.shape
     k_heads = k.out.shape[2] if k is not None else 0
-    geometry = _Geometry(options, q.weight, q.bias, None if k is None else k.weight, None if k is None else k.bias, head_dim)
+    geometry = _Geometry(
+        options, q.weight, q.bias, None if k is None else k.weight, None if k is None else k.bias, head_dim
+    )
     tensors = [q.x, q.out]
     for stream in (k, copy):
         if stream is not None:
             tensors += [stream.x, stream.out]
     layout = _Layout(tensors, tables, options, batch, sequence)
-    tiles = forward_tiles(q_heads, k_heads, geometry.head_lanes, layout.sequence, geometry.per_head)
+    heavy = any(stream.bias is not None for stream in streams)
+    tiles = forward_tiles(q_heads, k_heads, geometry.head_lanes, layout.sequence, geometry.per_head, heavy)
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     v_heads = copy.x.shape[2] if copy is not None else 0
-    grid = layout.batch * blocks * sum(
-        triton.cdiv(heads, size)
-        for heads, size in ((q_heads, tiles.q_heads), (k_heads, tiles.k_heads), (v_heads, tiles.v_heads))
+    grid = (
+        layout.batch
+        * blocks
+        * sum(
+            triton.cdiv(heads, size)
+            for heads, size in ((q_heads, tiles.q_heads), (k_heads, tiles.k_heads), (v_heads, tiles.v_heads))
+        )
     )
     none = q.x  # stands for a pointer that is not read
     q_b, q_s, q_g, q_h = layout.strides(q.x)
@@ -87,12 +94,15 @@ def backward(
     q, k = streams[0], streams[1] if len(streams) > 1 else None
     batch, sequence, q_heads, head_dim = q.grad.shape
     k_heads = k.grad.shape[2] if k is not None else 0
-    geometry = _Geometry(options, q.weight, q.bias, None if k is None else k.weight, None if k is None else k.bias, head_dim)
+    geometry = _Geometry(
+        options, q.weight, q.bias, None if k is None else k.weight, None if k is None else k.bias, head_dim
+    )
     tensors = [t for s in streams for t in (s.grad, s.x, s.dx) if t is not None]
     if copy is not None:
         tensors += [copy.x, copy.out]
     layout = _Layout(tensors, tables, options, batch, sequence)
-    tiles = backward_tiles(q_heads, k_heads, geometry.head_lanes, layout.sequence, geometry.per_head)
+    heavy = needs_tables or any(stream.needs_bias for stream in streams)
+    tiles = backward_tiles(q_heads, k_heads, geometry.head_lanes, layout.sequence, geometry.per_head, heavy)
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     total = layout.batch * blocks
     acc = arithmetic_dtype(*(t.dtype for t in tensors))
@@ -248,8 +258,9 @@ class _Geometry:
 class _Layout:
     """Batch, sequence and the strides of all tensors, in units of VEC elements.
 
-    VEC is the largest power of two (up to 16) that divides every stride: the kernels multiply it back, which tells the compiler the alignment.
-    Where every tensor allows it batch and sequence are folded into one axis, so that short sequences fill the tiles.
+    VEC is the largest power of two (up to 16) that divides every stride: the kernels multiply it back, which tells
+    the compiler the alignment. Where every tensor allows it batch and sequence are folded into one axis, so that
+    short sequences fill the tiles.
     """
 
     def __init__(
@@ -286,12 +297,7 @@ class _Layout:
         )
         # Only axes with more than one entry count: the stride of the others is arbitrary and never used.
         self._extent = max(
-            (
-                stride
-                for t in tensors
-                for size, stride in zip(t.shape[1:-1], t.stride()[1:-1], strict=True)
-                if size > 1
-            ),
+            (stride for t in tensors for size, stride in zip(t.shape[1:-1], t.stride()[1:-1], strict=True) if size > 1),
             default=0,
         )
         self._lane_stride = table[3]

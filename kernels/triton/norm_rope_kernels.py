@@ -1,12 +1,14 @@
-"""The norm + rotation kernels: one forward, one backward, one reduction, for every variant of `docs/operators.md`.
+"""The norm + rotation kernels: one forward, one backward, one reduction, for all of `docs/operators.md`.
 
 Data flow and memory traffic, for T tokens, Hq + Hk heads of D lanes, e bytes an element, tables of t bytes a token:
 
-    forward    one program = one tile of BT tokens x BH heads of q, of k, or of v (copied); head tiles of the same tokens are neighbours in the
-               grid, so that the tables come from the L2 after the first.                    bytes = T (2 (Hq + Hk) D e + t) (+ 2 T Hv D e for v)
-    backward   persistent programs walk over token blocks; a program takes all heads of its tokens, the next head tile being loaded before this one
-               is stored. x is read again and its norm recomputed, nothing is saved.           bytes = T (3 (Hq + Hk) D e + 2 Hv D e + t)
-               Gradients of weights and biases accumulate in registers as whole tiles; a program writes one row of partial sums.
+    forward    one program = one tile of BT tokens x BH heads of q, of k, or of v (copied). Head tiles of the same tokens
+               are neighbours in the grid: all but the first find the tables in the L2.
+               bytes = T (2 (Hq + Hk) D e + t), and 2 T Hv D e where v is copied
+    backward   persistent programs walk over blocks of tokens; a program takes all heads of its tokens and loads the
+               next head tile before it stores this one. x is read again and its norm recomputed: nothing is saved.
+               bytes = T (3 (Hq + Hk) D e + 2 Hv D e + t)
+               Gradients of weights and biases accumulate in registers as whole tiles; a program writes one row.
     reduction  sums the rows in a fixed order: the same bits on every run.
 
 With a norm over the whole hidden row (OLMo 2), or one weight row a head (Cohere), a tile holds all heads of a token.
@@ -31,7 +33,8 @@ from .lanes import (
     tile_pointers,
 )
 
-# Sizes and strides are not specialised on: alignment comes from VEC, and one binary serves every batch and sequence length.
+# Sizes and strides are not specialised on: alignment comes from VEC, and one binary serves every batch and sequence
+# length.
 FORWARD_INTEGERS = (
     "S", "blocks_per_sequence", "table_r", "table_b", "table_s", "position_r", "position_b", "position_s",
     "max_position", "q_b", "q_s", "q_g", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "qo_b", "qo_s", "qo_h",
@@ -41,23 +44,24 @@ FORWARD_INTEGERS = (
 
 @triton.jit
 def forward_stream(
-    X, x_b, x_s, x_g, x_h, OUT, o_b, o_s, o_h, W, BIAS, COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b,
-    position_s, max_position, batch, s0, S, h0, H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr,
+    X, x_b, x_s, x_g, x_h, OUT, o_b, o_s, o_h, W, BIAS, COS, SIN, POSITIONS, table_r, table_b, table_s, position_r,
+    position_b, position_s, max_position, batch, s0, S, h0, H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PER_HEAD: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
     WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr,
-    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
-    SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr, EPS: tl.constexpr,
-    ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
+    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr,
+    SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr,
+    NORM_FIRST: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """One tile of q or k, from memory to memory."""
     mask = tile_mask(s0, S, h0, H, BT, BH, WHOLE_BLOCKS)
     cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
     if ROTATE:
         cos_a, cos_b, sin_a, sin_b = load_tables(
-            COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0, S,
-            R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
-            CONJUGATE, WHOLE_BLOCKS, ACC, BT, BH,
+            COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch,
+            s0, S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W,
+            WRITES_ADJACENT, CONJUGATE, WHOLE_BLOCKS, ACC, BT, BH,
         )  # fmt: skip
     source = tile_pointers(X, x_b, x_s, x_g, x_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BH)
     target = tile_pointers(OUT, o_b, o_s, 0, o_h, batch, s0, h0, 0, VEC, WIDE, BT, BH)
@@ -111,11 +115,12 @@ def forward_kernel(
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
     WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr,
-    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr,
-    SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr, EPS: tl.constexpr,
-    PER_HEAD: tl.constexpr, HAS_QW: tl.constexpr, HAS_QB: tl.constexpr, HAS_KW: tl.constexpr, HAS_KB: tl.constexpr,
-    ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
-    BHQ: tl.constexpr, BHK: tl.constexpr, BHV: tl.constexpr, PAD: tl.constexpr,
+    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr,
+    SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr,
+    NORM_FIRST: tl.constexpr, EPS: tl.constexpr, PER_HEAD: tl.constexpr, HAS_QW: tl.constexpr, HAS_QB: tl.constexpr,
+    HAS_KW: tl.constexpr, HAS_KB: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BHV: tl.constexpr,
+    PAD: tl.constexpr,
 ):  # fmt: skip
     Q_TILES: tl.constexpr = (HQ + BHQ - 1) // BHQ
     K_TILES: tl.constexpr = (HK + BHK - 1) // BHK
@@ -128,24 +133,25 @@ def forward_kernel(
     s0 = (block % blocks_per_sequence) * BT
     if tile < Q_TILES:
         forward_stream(
-            Q, q_b, q_s, q_g, q_h, QO, qo_b, qo_s, qo_h, QW, QB, COS, SIN, POSITIONS, table_r, table_b, table_s, position_r,
-            position_b, position_s, max_position, batch, s0, S, tile * BHQ, HQ, BHQ, GROUP, HAS_QW, HAS_QB, PER_HEAD, D, R,
-            START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC, LANE_STRIDE, GATHER, MROPE,
-            SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
+            Q, q_b, q_s, q_g, q_h, QO, qo_b, qo_s, qo_h, QW, QB, COS, SIN, POSITIONS, table_r, table_b, table_s,
+            position_r, position_b, position_s, max_position, batch, s0, S, tile * BHQ, HQ, BHQ, GROUP, HAS_QW,
+            HAS_QB, PER_HEAD, D, R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE,
+            TABLE_VEC, LANE_STRIDE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS,
+            ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         if HK > 0:
             forward_stream(
-                K, k_b, k_s, 0, k_h, KO, ko_b, ko_s, ko_h, KW, KB, COS, SIN, POSITIONS, table_r, table_b, table_s, position_r,
-                position_b, position_s, max_position, batch, s0, S, (tile - Q_TILES) * BHK, HK, BHK, 0, HAS_KW, HAS_KB,
-                PER_HEAD, D, R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC,
-                LANE_STRIDE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE,
-                WHOLE_BLOCKS, BT,
+                K, k_b, k_s, 0, k_h, KO, ko_b, ko_s, ko_h, KW, KB, COS, SIN, POSITIONS, table_r, table_b, table_s,
+                position_r, position_b, position_s, max_position, batch, s0, S, (tile - Q_TILES) * BHK, HK, BHK, 0,
+                HAS_KW, HAS_KB, PER_HEAD, D, R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE,
+                PER_LANE, TABLE_VEC, LANE_STRIDE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN,
+                NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
             )  # fmt: skip
     elif HV > 0:
         copy_stream(
-            V, v_b, v_s, v_h, VO, vo_b, vo_s, vo_h, batch, s0, S, (tile - Q_TILES - K_TILES) * BHV, HV, BHV, D, PAD, VEC, WIDE,
-            WHOLE_BLOCKS, BT,
+            V, v_b, v_s, v_h, VO, vo_b, vo_s, vo_h, batch, s0, S, (tile - Q_TILES - K_TILES) * BHV, HV, BHV, D, PAD,
+            VEC, WIDE, WHOLE_BLOCKS, BT,
         )  # fmt: skip
 
 
@@ -187,7 +193,8 @@ def backward_tile(
     EPS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """dx of one tile, stored; and for the sums: the gradient of the norm's result g, g xhat, and the terms of the tables' gradients."""
+    """dx of one tile, stored; and for the sums: the gradient of the norm's result g, g xhat, and the terms of the
+    tables' gradients."""
     ga = ga.to(ACC)
     gb = gb.to(ACC)
     grest = grest.to(ACC)
@@ -236,7 +243,8 @@ def load_gradient_and_input(
     P: tl.constexpr, READS_ADJACENT: tl.constexpr, WRITES_ADJACENT: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the gradient of the result and of the input (a second name for the gradient where no input is needed)."""
+    """One tile of the gradient of the result and of the input (a second name for the gradient where no input is
+    needed)."""
     pointers = tile_pointers(G, g_b, g_s, 0, g_h, batch, s0, h0, 0, VEC, WIDE, BT, BH)
     ga, gb, grest = load_lanes(pointers, mask, D, R, START, L, P, WRITES_ADJACENT)
     xa, xb, xrest = ga, gb, grest
@@ -251,11 +259,12 @@ def backward_block(
     G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, DX, d_b, d_s, d_g, d_h, W, BIAS, cos_a, cos_b, sin_a, sin_b, batch, s0, S,
     dwa, dwb, dwrest, dba, dbb, dbrest, dcos_a, dcos_b, dsin_a, dsin_b,
     H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PER_HEAD: tl.constexpr, HAS_X: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr,
-    NEEDS_TABLES: tl.constexpr, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr, L: tl.constexpr, P: tl.constexpr,
-    ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr, WRITES_ADJACENT: tl.constexpr, NORM: tl.constexpr,
-    HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
-    WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
+    PER_HEAD: tl.constexpr, HAS_X: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
+    NEEDS_BIAS: tl.constexpr, NEEDS_TABLES: tl.constexpr, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr,
+    L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr,
+    EPS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr,
+    BT: tl.constexpr,
 ):  # fmt: skip
     """All heads of one stream for one block of tokens: stores dx, returns the running sums."""
     TILES: tl.constexpr = (H + BH - 1) // BH
@@ -279,13 +288,14 @@ def backward_block(
             # Before the stores of this tile: the compiler may not move a load over a store that could alias it.
             next_mask = tile_mask(s0, S, (j + 1) * BH, H, BT, BH, WHOLE_BLOCKS)
             next_ga, next_gb, next_grest, next_xa, next_xb, next_xrest = load_gradient_and_input(
-                G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, zero + (j + 1) * BH, next_mask, HAS_X, GROUP, D, R, START,
-                L, P, READS_ADJACENT, WRITES_ADJACENT, VEC, WIDE, BT, BH,
+                G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, zero + (j + 1) * BH, next_mask, HAS_X, GROUP, D,
+                R, START, L, P, READS_ADJACENT, WRITES_ADJACENT, VEC, WIDE, BT, BH,
             )  # fmt: skip
         target = tile_pointers(DX, d_b, d_s, d_g, d_h, batch, s0, zero + j * BH, GROUP, VEC, WIDE, BT, BH)
         pa, pb, prest, pxa, pxb, pxrest, yna, ynb, yanb, ybna = backward_tile(
-            ga, gb, grest, xa, xb, xrest, target, mask, wa, wb, wrest, ba, bb, cos_a, cos_b, sin_a, sin_b, H, HAS_WEIGHT, HAS_BIAS,
-            HAS_X, NEEDS_DX, NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC,
+            ga, gb, grest, xa, xb, xrest, target, mask, wa, wb, wrest, ba, bb, cos_a, cos_b, sin_a, sin_b, H,
+            HAS_WEIGHT, HAS_BIAS, HAS_X, NEEDS_DX, NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT, NORM,
+            HIDDEN, NORM_FIRST, EPS, ACC,
         )  # fmt: skip
         if NEEDS_WEIGHT:
             dwa += pxa
@@ -320,7 +330,9 @@ def store_partial(
     rest = tl.sum(rest, 0)
     if PER_HEAD:
         head = tl.arange(0, BH)[None, :, None]
-        store_lanes(row + head * D, head < H, a[None, :, :], b[None, :, :], rest[None, :, :], D, R, START, L, P, ADJACENT)
+        store_lanes(
+            row + head * D, head < H, a[None, :, :], b[None, :, :], rest[None, :, :], D, R, START, L, P, ADJACENT
+        )
     else:
         a = tl.sum(a, 0)[None, None, :]
         b = tl.sum(b, 0)[None, None, :]
@@ -345,20 +357,21 @@ def zeros_like_lanes(
 
 @triton.jit(do_not_specialize=BACKWARD_INTEGERS)
 def backward_kernel(
-    GQ, Q, DQ, GK, K, DK, GV, DV, QW, QB, KW, KB, COS, SIN, POSITIONS, PARTIAL, DCOS, DSIN, S, blocks_per_sequence, blocks,
-    table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+    GQ, Q, DQ, GK, K, DK, GV, DV, QW, QB, KW, KB, COS, SIN, POSITIONS, PARTIAL, DCOS, DSIN, S, blocks_per_sequence,
+    blocks, table_r, table_b, table_s, position_r, position_b, position_s, max_position,
     gq_b, gq_s, gq_h, q_b, q_s, q_g, q_h, dq_b, dq_s, dq_g, dq_h, gk_b, gk_s, gk_h, k_b, k_s, k_h, dk_b, dk_s, dk_h,
     gv_b, gv_s, gv_h, dv_b, dv_s, dv_h,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
-    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr, LANE_STRIDE: tl.constexpr,
-    GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr, SECTION_H: tl.constexpr, SECTION_W: tl.constexpr,
-    NORM: tl.constexpr, HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr, EPS: tl.constexpr, PER_HEAD: tl.constexpr,
-    HAS_QW: tl.constexpr, HAS_QB: tl.constexpr, HAS_KW: tl.constexpr, HAS_KB: tl.constexpr, HAS_X: tl.constexpr,
-    NEEDS_DQ: tl.constexpr, NEEDS_DK: tl.constexpr, NEEDS_QW: tl.constexpr, NEEDS_QB: tl.constexpr, NEEDS_KW: tl.constexpr,
-    NEEDS_KB: tl.constexpr, NEEDS_TABLES: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
-    WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
-    BHV: tl.constexpr, PAD: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr,
+    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr,
+    SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr,
+    NORM_FIRST: tl.constexpr, EPS: tl.constexpr, PER_HEAD: tl.constexpr, HAS_QW: tl.constexpr, HAS_QB: tl.constexpr,
+    HAS_KW: tl.constexpr, HAS_KB: tl.constexpr, HAS_X: tl.constexpr, NEEDS_DQ: tl.constexpr, NEEDS_DK: tl.constexpr,
+    NEEDS_QW: tl.constexpr, NEEDS_QB: tl.constexpr, NEEDS_KW: tl.constexpr, NEEDS_KB: tl.constexpr,
+    NEEDS_TABLES: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BHV: tl.constexpr,
+    PAD: tl.constexpr,
 ):  # fmt: skip
     qwa, qwb, qwrest = zeros_like_lanes(NEEDS_QW, BT, BHQ, L, P, ACC)
     qba, qbb, qbrest = zeros_like_lanes(NEEDS_QB, BT, BHQ, L, P, ACC)
@@ -370,15 +383,15 @@ def backward_kernel(
         if HV > 0:
             for j in tl.static_range((HV + BHV - 1) // BHV):
                 copy_stream(
-                    GV, gv_b, gv_s, gv_h, DV, dv_b, dv_s, dv_h, batch, s0, S, tl.full([], j * BHV, tl.int32), HV, BHV, D, PAD, VEC,
-                    WIDE, WHOLE_BLOCKS, BT,
+                    GV, gv_b, gv_s, gv_h, DV, dv_b, dv_s, dv_h, batch, s0, S, tl.full([], j * BHV, tl.int32), HV,
+                    BHV, D, PAD, VEC, WIDE, WHOLE_BLOCKS, BT,
                 )  # fmt: skip
         cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
         if ROTATE:
             cos_a, cos_b, sin_a, sin_b = load_tables(
-                COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0, S,
-                R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT, CONJUGATE,
-                WHOLE_BLOCKS, ACC, BT, BHQ,
+                COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+                batch, s0, S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W,
+                WRITES_ADJACENT, CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHQ,
             )  # fmt: skip
         dcos_a = tl.zeros([BT, 1, L], ACC)
         dcos_b = dcos_a
@@ -386,22 +399,22 @@ def backward_kernel(
         dsin_b = dcos_a
         qwa, qwb, qwrest, qba, qbb, qbrest, dcos_a, dcos_b, dsin_a, dsin_b = backward_block(
             GQ, gq_b, gq_s, gq_h, Q, q_b, q_s, q_g, q_h, DQ, dq_b, dq_s, dq_g, dq_h, QW, QB, cos_a, cos_b, sin_a, sin_b,
-            batch, s0, S, qwa, qwb, qwrest, qba, qbb, qbrest, dcos_a, dcos_b, dsin_a, dsin_b, HQ, BHQ, GROUP, HAS_QW, HAS_QB,
-            PER_HEAD, HAS_X, NEEDS_DQ, NEEDS_QW, NEEDS_QB, NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT,
-            WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
+            batch, s0, S, qwa, qwb, qwrest, qba, qbb, qbrest, dcos_a, dcos_b, dsin_a, dsin_b, HQ, BHQ, GROUP, HAS_QW,
+            HAS_QB, PER_HEAD, HAS_X, NEEDS_DQ, NEEDS_QW, NEEDS_QB, NEEDS_TABLES, D, R, START, L, P, ROTATE,
+            READS_ADJACENT, WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
         )  # fmt: skip
         if HK > 0:
             if ROTATE and BHK != BHQ:
                 cos_a, cos_b, sin_a, sin_b = load_tables(
-                    COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position, batch, s0,
-                    S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, WRITES_ADJACENT,
-                    CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHK,
+                    COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+                    batch, s0, S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H,
+                    SECTION_W, WRITES_ADJACENT, CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHK,
                 )  # fmt: skip
             kwa, kwb, kwrest, kba, kbb, kbrest, dcos_a, dcos_b, dsin_a, dsin_b = backward_block(
                 GK, gk_b, gk_s, gk_h, K, k_b, k_s, 0, k_h, DK, dk_b, dk_s, 0, dk_h, KW, KB, cos_a, cos_b, sin_a, sin_b,
-                batch, s0, S, kwa, kwb, kwrest, kba, kbb, kbrest, dcos_a, dcos_b, dsin_a, dsin_b, HK, BHK, 0, HAS_KW, HAS_KB,
-                PER_HEAD, HAS_X, NEEDS_DK, NEEDS_KW, NEEDS_KB, NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT,
-                WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
+                batch, s0, S, kwa, kwb, kwrest, kba, kbb, kbrest, dcos_a, dcos_b, dsin_a, dsin_b, HK, BHK, 0, HAS_KW,
+                HAS_KB, PER_HEAD, HAS_X, NEEDS_DK, NEEDS_KW, NEEDS_KB, NEEDS_TABLES, D, R, START, L, P, ROTATE,
+                READS_ADJACENT, WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
             )  # fmt: skip
         if NEEDS_TABLES:
             store_table_gradient(

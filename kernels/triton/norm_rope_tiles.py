@@ -1,8 +1,8 @@
 """Tile sizes of the norm + rotation kernels, as data.
 
-Measured on an H100 (see `benchmarks/norm_rope.py`): a forward tile wants about 32 elements a thread in one-shot programs of one or two warps, a
-backward tile about 8 elements a thread in four warps of persistent programs. A tile holds several heads, because a token's tables are
-read once a tile.
+Measured on an H100 (see `benchmarks/norm_rope.py`): a forward tile wants about 32 elements a thread in one-shot
+programs of one or two warps, a backward tile about 8 elements a thread in four warps of persistent programs. A tile
+holds several heads, because a token's tables are read once a tile.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def _previous_power_of_2(n: int) -> int:
 def _tiles(
     q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool, elements: int, elements_a_thread: int
 ) -> Tiles:
+    head_lanes = next_power_of_2(head_lanes)
     k = next_power_of_2(max(k_heads, 1))
     v = heads_per_tile(max(k_heads, 1), MAX_HEADS)
     if all_heads:
@@ -64,11 +65,19 @@ def _tiles(
     return Tiles(tokens, q, k, v, min(warps, 16))
 
 
-def forward_tiles(q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool) -> Tiles:
-    """Tiles of the forward. `head_lanes` is head_dim padded; `all_heads`: the norm needs all heads of a token in one tile."""
-    return _tiles(q_heads, k_heads, head_lanes, sequence, all_heads, FORWARD_ELEMENTS, 32)
+def forward_tiles(
+    q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool, heavy: bool = False
+) -> Tiles:
+    """Tiles of the forward. `head_lanes`: head_dim, padded. `all_heads`: a tile holds all heads of a token. `heavy`:
+    there are biases."""
+    return _tiles(q_heads, k_heads, head_lanes, sequence, all_heads, FORWARD_ELEMENTS, 16 if heavy else 32)
 
 
-def backward_tiles(q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool) -> Tiles:
-    """Tiles of the backward; see `forward_tiles`."""
-    return _tiles(q_heads, k_heads, head_lanes, sequence, all_heads, BACKWARD_ELEMENTS, 16 if all_heads else 8)
+def backward_tiles(
+    q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool, heavy: bool = False
+) -> Tiles:
+    """Tiles of the backward; see `forward_tiles`. `heavy`: gradients of biases or tables are accumulated, too."""
+    a_thread = 16 if all_heads else 8
+    return _tiles(
+        q_heads, k_heads, head_lanes, sequence, all_heads, BACKWARD_ELEMENTS, a_thread // 2 if heavy else a_thread
+    )

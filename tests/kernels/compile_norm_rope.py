@@ -1,9 +1,11 @@
-"""Compile representative instances of the norm + rotation kernels for a GPU that need not be there; print registers and spills as JSON.
+"""Compile representative instances of the norm + rotation kernels for a GPU that need not be there; print registers
+and spills as JSON.
 
     python tests/kernels/compile_norm_rope.py 90 [NAME ...]
 
-The host code runs on CPU tensors with the kernels replaced by a recorder, so what is compiled is what a launch would compile. It runs in a process of
-its own (`test_norm_rope_compile.py`): in one where TRITON_INTERPRET is set nothing can be compiled.
+The host code runs on CPU tensors with the kernels replaced by a recorder, so what is compiled is what a launch would
+compile. It runs in a process of its own (`test_norm_rope_compile.py`): in one where TRITON_INTERPRET is set nothing
+can be compiled.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Recorder:
 def recording() -> Iterator[dict[str, Recorder]]:
     names = ("forward_kernel", "backward_kernel", "reduce_kernel")
     recorders = {name: Recorder(getattr(norm_rope, name)) for name in names}
-    usable = mock.patch.object(registry, "get", lambda op, name: SimpleNamespace(load=lambda: norm_rope))
+    usable = mock.patch.object(registry, "get", return_value=SimpleNamespace(load=lambda: norm_rope))
     with usable, mock.patch.multiple(norm_rope, **recorders):
         yield recorders
 
@@ -149,15 +151,15 @@ INSTANCES: dict[str, dict[str, Any]] = {
     "qwen3 packed": {},
     "qwen3 separate": {"packed": False, "entries": 128, "tables": torch.bfloat16},
     "qwen3_vl 64+8 interleaved": {"heads": 64, "rows": 3, "mrope_layout": "interleaved", "mrope_section": [24, 20, 20]},
-    "qwen2_vl 16+2 sectioned": {"heads": 16, "kv_heads": 2, "rows": 3, "mrope_layout": "sectioned", "mrope_section": [16, 24, 24]},
+    "qwen2_vl 16+2 sectioned": {"heads": 16, "kv_heads": 2, "rows": 3, "mrope_layout": "sectioned", "mrope_section": [16, 24, 24]},  # noqa: E501
     "llama gathered": {"norm": "none", "packed": False, "positions": True},
     "gemma3 256": {"heads": 8, "kv_heads": 4, "head_dim": 256, "norm": "rms_one_plus", "packed": False, "entries": 256},
     "olmo2 hidden": {"kv_heads": 32, "norm_scope": "hidden", "packed": False, "entries": 128},
     "cohere per head": {"norm": "layer", "per_head": True, "packed": False, "pairing": "adjacent", "dtype": HALF},
     "glm4 partial adjacent": {"kv_heads": 2, "norm": "none", "rotary_dim": 64, "pairing": "adjacent"},
-    "neox partial grouped": {"heads": 40, "kv_heads": 40, "head_dim": 72, "rotary_dim": 18, "norm": "layer", "parameters": "wb", "packing": "grouped"},
+    "neox partial grouped": {"heads": 40, "kv_heads": 40, "head_dim": 72, "rotary_dim": 18, "norm": "layer", "parameters": "wb", "packing": "grouped"},  # noqa: E501
     "llama4 norm last": {"heads": 40, "norm_first": False, "parameters": "", "pairing": "adjacent", "packed": False},
-    "deepseek 64": {"heads": 16, "kv_heads": 1, "head_dim": 64, "norm": "none", "pairing": "adjacent_to_halves", "packed": False, "entries": 64},
+    "deepseek 64": {"heads": 16, "kv_heads": 1, "head_dim": 64, "norm": "none", "pairing": "adjacent_to_halves", "packed": False, "entries": 64},  # noqa: E501
     "head_dim 80": {"heads": 16, "kv_heads": 16, "head_dim": 80, "parameters": "wb"},
     "head_dim 96": {"heads": 24, "kv_heads": 24, "head_dim": 96, "pairing": "adjacent"},
     "head_dim 112": {"head_dim": 112, "dtype": HALF},

@@ -1,6 +1,8 @@
-"""Variants of the norm + rotation operators, and what they mean written a second time: lane by lane, as a model's eager code would round.
+"""Variants of the norm + rotation operators, and what they mean written a second time: lane by lane, as a model's
+eager code would round.
 
-Nothing here uses `kernels/reference.py`; in float64 this is the oracle, in the inputs' dtype it is what a kernel has to be as exact as.
+Nothing here uses `kernels/reference.py`; in float64 this is the oracle, in the inputs' dtype it is what a kernel has
+to be as exact as.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         shape = (case.batch, case.sequence, heads, case.head_dim)
         order = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}[case.memory]
         sizes = [shape[i] for i in order]
-        buffer = torch.full([sizes[0], sizes[1], sizes[2] + 2, sizes[3] + 16], float("nan"), dtype=case.dtype, device=device)
+        buffer = torch.full(
+            [sizes[0], sizes[1], sizes[2] + 2, sizes[3] + 16], float("nan"), dtype=case.dtype, device=device
+        )
         view = buffer[:, :, 1:-1, 8:-8].permute([order.index(i) for i in range(4)])
         with torch.no_grad():
             view.copy_(random(*shape, dtype=case.dtype))
@@ -246,12 +250,18 @@ CASES = [
     Case("hidden layer, five heads", heads=5, affine="wb", options={"norm_scope": "hidden", "norm": "layer"}),
     Case("hidden one plus, adjacent", options={"norm_scope": "hidden", "norm": "rms_one_plus", "pairing": "adjacent"}),
     Case("norm last", options={"norm_first": False}),
-    Case("norm last, to halves", affine="wb", options={"norm_first": False, "pairing": "adjacent_to_halves", "norm": "layer"}),
+    Case(
+        "norm last, to halves",
+        affine="wb",
+        options={"norm_first": False, "pairing": "adjacent_to_halves", "norm": "layer"},
+    ),
     Case("norm last, adjacent, no weight", affine="", dtype=BF16, options={"norm_first": False, "pairing": "adjacent"}),
     Case("adjacent", options={"pairing": "adjacent"}, per_lane=True),
     Case("to halves", options={"pairing": "adjacent_to_halves"}, per_lane=True),
     Case("partial", options={"rotary_dim": 8}),
-    Case("partial from 4, adjacent", options={"rotary_dim": 8, "rotary_start": 4, "pairing": "adjacent"}, per_lane=True),
+    Case(
+        "partial from 4, adjacent", options={"rotary_dim": 8, "rotary_start": 4, "pairing": "adjacent"}, per_lane=True
+    ),
     Case("partial at the end", affine="wb", options={"rotary_dim": 12, "rotary_start": 4, "norm": "layer"}),
     Case("partial, norm last", options={"rotary_dim": 4, "norm_first": False, "pairing": "adjacent_to_halves"}),
     Case("partial, no norm, 64 lanes pass", head_dim=72, options={"norm": "none", "rotary_dim": 8}),

@@ -1,4 +1,5 @@
-"""Every variant against float64, forward and each gradient, with unwritten memory poisoned; in the interpreter here, on hardware with `-m gpu`."""
+"""Every variant against float64, forward and each gradient, with unwritten memory poisoned; in the interpreter here,
+on hardware with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -6,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
-
 from norm_rope_cases import CASES, Case, call, make_inputs, model
+from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,10 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value.detach().cpu().double() - exact.detach()) / torch.linalg.vector_norm(exact.detach()))
+    return float(
+        torch.linalg.vector_norm(value.detach().cpu().double() - exact.detach())
+        / torch.linalg.vector_norm(exact.detach())
+    )
 
 
 def gradients(results: tuple[Tensor, ...], upstream: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -34,7 +37,9 @@ def check(case: Case, backend: str, device: torch.device) -> None:
     eager = model(case, inputs)
     ours = call(case, inputs, backend)
     # Upstream gradients hold what the results' dtype can hold, in another memory order than the results.
-    upstream = [torch.randn(*t.shape[:1], *t.shape[1:3][::-1], t.shape[3]).transpose(1, 2).to(t.dtype).double() for t in ours]
+    upstream = [
+        torch.randn(*t.shape[:1], *t.shape[1:3][::-1], t.shape[3]).transpose(1, 2).to(t.dtype).double() for t in ours
+    ]
     exact_gradients = gradients(exact, upstream, exact_inputs.differentiable())
     eager_gradients = gradients(eager, upstream, inputs.differentiable())
     our_gradients = gradients(ours, upstream, inputs.differentiable())
@@ -44,8 +49,12 @@ def check(case: Case, backend: str, device: torch.device) -> None:
     ):
         assert mine.dtype == theirs.dtype
         assert mine.shape == theirs.shape
-        # One rounding of an exact value already costs half an epsilon; sums in float32 or float64 cost a few of their own.
+        # One rounding of an exact value already costs half an epsilon; sums in float32 or float64 cost a few of
+        # their own.
         slack = torch.finfo(mine.dtype).eps * (0.5 if mine.dtype.itemsize == 2 else 4)
+        if mine.dtype == torch.bfloat16 and backend == "triton" and device.type == "cpu":
+            # Triton's interpreter truncates to bfloat16 where hardware rounds, which costs a whole epsilon.
+            slack *= 2
         bound = max(relative_error(theirs, truth), slack)
         assert relative_error(mine, truth) <= bound, f"{name}: {relative_error(mine, truth):.2e} > {bound:.2e}"
 

@@ -1,0 +1,331 @@
+"""Speed of the norm + rotation operators: `python -m benchmarks.norm_rope [--quick] [--tokens 2048 16384] [--only
+NAME ...]`.
+
+Shapes of real models. Baselines in the same run: the model's own formula, eager and compiled by Inductor; a copy of
+equal bytes; Liger-Kernel where it is installed and has the operation. Rows: forward without gradients, forward in
+training, backward (of the whole site: dq, dk, dv and dw). The percentage is the least possible traffic (every input
+read once, every result written once) over the bandwidth of a 1 GiB copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor
+
+from benchmarks.timing import (
+    RESULTS,
+    Row,
+    Time,
+    copy_bandwidth,
+    copy_time,
+    graph_time,
+    host_time,
+    sets_for,
+    side_stream,
+    write_results,
+)
+from fusion_pass.kernels import qk_norm_rope, qkv_norm_rope
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A site of a real model. `entries`: of the tables, per position; MRoPE tables have three rows."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    packed: bool = False
+    norm: str = "rms"
+    pairing: str = "halves"
+    rotary_dim: int = 128
+    mrope_layout: str = "none"
+    mrope_section: Sequence[int] = ()
+    norm_scope: str = "head"
+    dtype: torch.dtype = torch.bfloat16
+    table_dtype: torch.dtype = torch.float32
+    full_width: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "norm": self.norm,
+            "eps": None if self.norm == "none" else 1e-6,
+            "norm_scope": self.norm_scope,
+            "rotary_dim": self.rotary_dim,
+            "pairing": self.pairing,
+            "mrope_layout": self.mrope_layout,
+            "mrope_section": self.mrope_section,
+        }
+
+    def table_bytes(self) -> int:
+        """Bytes of cos and sin that one token needs (of a MRoPE table only one row counts per entry)."""
+        entries = self.rotary_dim if self.full_width else self.rotary_dim // 2
+        return 2 * entries * self.table_dtype.itemsize
+
+    def least_bytes(self, tokens: int, direction: str) -> int:
+        """The least possible traffic of one call."""
+        size = self.dtype.itemsize * self.head_dim
+        qk, v = (self.heads + self.kv_heads) * size, self.kv_heads * size if self.packed else 0
+        if direction == "forward":
+            return tokens * (2 * qk + self.table_bytes())
+        if direction == "forward (training)":
+            return tokens * (2 * qk + 2 * v + self.table_bytes())
+        reads_x = 0 if self.norm == "none" else qk
+        return tokens * (2 * qk + reads_x + 2 * v + self.table_bytes())
+
+
+SECTIONED = {"mrope_layout": "sectioned", "mrope_section": (16, 24, 24)}
+INTERLEAVED = {"mrope_layout": "interleaved", "mrope_section": (24, 20, 20)}
+SHAPES = [
+    Shape("packed MRoPE 32+8", 32, 8, packed=True, **SECTIONED),
+    Shape("packed MRoPE 64+8", 64, 8, packed=True, **SECTIONED),
+    Shape("packed MRoPE 32+4", 32, 4, packed=True, **SECTIONED),
+    Shape("packed MRoPE 16+2", 16, 2, packed=True, **SECTIONED),
+    Shape("Qwen3-8B 32+8", 32, 8, table_dtype=torch.bfloat16, full_width=True),
+    Shape("Qwen3-0.6B 16+8", 16, 8, table_dtype=torch.bfloat16, full_width=True),
+    Shape("Qwen3-VL interleaved 32+8", 32, 8, **INTERLEAVED),
+    Shape(
+        "Gemma3 16+8 of 256",
+        16,
+        8,
+        256,
+        norm="rms_one_plus",
+        rotary_dim=256,
+        table_dtype=torch.bfloat16,
+        full_width=True,
+    ),
+    Shape("OLMo2 hidden 32+32", 32, 32, norm_scope="hidden", table_dtype=torch.bfloat16, full_width=True),
+    Shape("GLM4 partial adjacent 32+2", 32, 2, norm="none", rotary_dim=64, pairing="adjacent"),
+    Shape("Llama 32+8", 32, 8, norm="none", table_dtype=torch.bfloat16, full_width=True),
+    Shape("Flux adjacent 24+24", 24, 24, pairing="adjacent"),
+    Shape("head_dim 64 32+8", 32, 8, 64, packed=True, rotary_dim=64),
+    Shape("head_dim 80 16+16", 16, 16, 80, packed=True, rotary_dim=80),
+    Shape("head_dim 96 32+8 fp16", 32, 8, 96, packed=True, rotary_dim=96, dtype=torch.float16),
+]
+DEVICE = "cuda"
+QUICK = ("packed MRoPE 32+8", "packed MRoPE 16+2", "Qwen3-8B 32+8")
+TOKENS = (1, 16, 256, 1024, 4096, 16384, 65536)
+
+
+def formula(
+    shape: Shape, x: Sequence[Tensor], cos: Tensor, sin: Tensor, weights: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """What a model's own code computes, in plain PyTorch."""
+    heads, kv_heads, head_dim, rotary = shape.heads, shape.kv_heads, shape.head_dim, shape.rotary_dim
+    if shape.packed:
+        (qkv,) = x
+        q, k, v = qkv.split((heads * head_dim, kv_heads * head_dim, kv_heads * head_dim), -1)
+        q, k, v = (t.unflatten(-1, (-1, head_dim)) for t in (q, k, v))
+    else:
+        (q, k), v = x, None
+    if shape.mrope_layout == "sectioned":
+        cos, sin = (
+            torch.cat([t[row] for row, t in enumerate(table.split(list(shape.mrope_section), -1))], -1)
+            for table in (cos, sin)
+        )
+    elif shape.mrope_layout == "interleaved":
+        rows = torch.arange(rotary // 2, device=cos.device)
+        limit = torch.tensor(shape.mrope_section, device=cos.device)[rows % 3] * 3
+        index = torch.where(rows < limit, rows % 3, 0).expand(1, *cos.shape[1:])
+        cos, sin = cos.gather(0, index)[0], sin.gather(0, index)[0]
+    if not shape.full_width:
+        cos, sin = (
+            t.repeat_interleave(2, -1) if shape.pairing == "adjacent" else torch.cat((t, t), -1) for t in (cos, sin)
+        )
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+
+    def norm(y: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return y
+        flat = y.flatten(2) if shape.norm_scope == "hidden" else y
+        wide = flat.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        scaled = wide * (1 + weight.float()) if shape.norm == "rms_one_plus" else weight * wide.to(y.dtype)
+        return scaled.to(y.dtype).view(y.shape)
+
+    def rotate(y: Tensor) -> Tensor:
+        inner, rest = y[..., :rotary], y[..., rotary:]
+        if shape.pairing == "adjacent":
+            turned = torch.stack((-inner[..., 1::2], inner[..., ::2]), -1).flatten(-2)
+        else:
+            turned = torch.cat((-inner[..., rotary // 2 :], inner[..., : rotary // 2]), -1)
+        return torch.cat(((inner * cos + turned * sin).to(y.dtype), rest), -1)
+
+    q, k = rotate(norm(q, weights[0])), rotate(norm(k, weights[1]))
+    return (q, k) if v is None else (q, k, v)
+
+
+def fused(
+    shape: Shape, x: Sequence[Tensor], cos: Tensor, sin: Tensor, weights: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The operator."""
+    if shape.packed:
+        sizes = {"num_heads": shape.heads, "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        return qkv_norm_rope(x[0], cos, sin, None, *weights, **sizes, **shape.options)
+    return qk_norm_rope(x[0], x[1], cos, sin, None, *weights, **shape.options)
+
+
+def liger(shape: Shape) -> Callable[..., tuple[Tensor, ...]] | None:
+    """Liger-Kernel's RMSNorm and RoPE, where they compute the same."""
+    same = not shape.packed and shape.norm == "rms" and shape.norm_scope == "head" and shape.full_width
+    if not same:
+        return None
+    try:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        from liger_kernel.ops.rope import LigerRopeFunction
+    except ImportError:
+        return None
+
+    def run(_: Shape, x: Sequence[Tensor], cos: Tensor, sin: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        q, k = (LigerRMSNormFunction.apply(t, w, 1e-6, 0.0, "llama", False) for t, w in zip(x, weights, strict=True))
+        result: tuple[Tensor, ...] = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return result
+
+    return run
+
+
+@dataclass
+class Data:
+    """One input set."""
+
+    x: list[Tensor]
+    cos: Tensor
+    sin: Tensor
+    weights: list[Tensor | None]
+    upstream: list[Tensor] = field(default_factory=list)
+
+
+def make_data(shape: Shape, tokens: int) -> Data:
+    """Random inputs; tables of random angles."""
+    batch = 4 if tokens % 4 == 0 and tokens >= 4096 and not shape.packed else 1
+    sequence = tokens // batch
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, device=DEVICE).to(shape.dtype).requires_grad_()
+
+    if shape.packed:
+        x = [random(batch, sequence, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)]
+    else:
+        x = [random(batch, sequence, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads)]
+    rows = (3,) if shape.mrope_layout != "none" else ()
+    angle = torch.rand(*rows, 1, sequence, shape.rotary_dim // 2, device=DEVICE) * 6.28
+    if shape.full_width:
+        angle = torch.cat((angle, angle), -1)
+    weights: list[Tensor | None] = [None, None]
+    if shape.norm != "none":
+        sizes = [
+            h * shape.head_dim if shape.norm_scope == "hidden" else shape.head_dim
+            for h in (shape.heads, shape.kv_heads)
+        ]
+        weights = [random(size) for size in sizes]
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)[: 3 if shape.packed else 2]
+    upstream = [random(batch, sequence, h, shape.head_dim).detach() for h in heads]
+    return Data(x, angle.cos().to(shape.table_dtype), angle.sin().to(shape.table_dtype), weights, upstream)
+
+
+def measure(run: Callable[..., tuple[Tensor, ...]], shape: Shape, data: list[Data]) -> dict[str, Time]:
+    """Forward without gradients, forward in training, backward."""
+
+    def forward(d: Data) -> tuple[Tensor, ...]:
+        return run(shape, d.x, d.cos, d.sin, d.weights)
+
+    result = {}
+    with torch.no_grad():
+        result["forward"] = graph_time([lambda d=d: forward(d) for d in data])
+    result["forward (training)"] = graph_time([lambda d=d: forward(d) for d in data])
+
+    def backward(d: Data, outputs: tuple[Tensor, ...]) -> object:
+        inputs = [t for t in (*d.x, *d.weights) if t is not None]
+        return torch.autograd.grad(outputs, inputs, [u.view(o.shape) if u.shape == o.shape else u.transpose(1, 2) for u, o in zip(d.upstream, outputs, strict=True)], retain_graph=True)  # fmt: skip # noqa: E501
+
+    recorded = [(d, forward(d)) for d in data]
+    result["backward"] = graph_time([lambda d=d, o=o: backward(d, o) for d, o in recorded])
+    return result
+
+
+def benchmark(shape: Shape, tokens: int, bandwidth: float, baselines: Sequence[str]) -> list[Row]:
+    """All rows of one shape and size."""
+    count = sets_for(shape.least_bytes(tokens, "forward"), most=32)
+    data = [make_data(shape, tokens) for _ in range(count)]
+    runs: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
+    if "eager" in baselines:
+        runs["eager"] = formula
+    if "inductor" in baselines:
+        torch._dynamo.reset()
+        runs["inductor"] = torch.compile(formula, dynamic=False)
+    alternative = liger(shape)
+    if alternative is not None:
+        runs["liger"] = alternative
+    ours = measure(fused, shape, data)
+    others = {name: measure(run, shape, data) for name, run in runs.items()}
+    del data
+    torch.cuda.empty_cache()
+    rows = []
+    for direction, time in ours.items():
+        least = shape.least_bytes(tokens, direction)
+        times = {name: result[direction] for name, result in others.items()} | {"copy": copy_time(least)}
+        rows.append(
+            Row(
+                case=f"{shape.name}, {tokens} tokens",
+                pass_=direction,
+                unit="us",
+                ours=round(time.median, 2),
+                baselines={name: round(t.median, 2) for name, t in times.items()},
+                spread=round(time.spread, 2),
+                bandwidth=round(least / time.median / bandwidth, 3),
+                baseline_spreads={name: round(t.spread, 2) for name, t in times.items()},
+            )
+        )
+        ratios = "  ".join(f"{name} {t.median / time.median:5.2f}x" for name, t in times.items())
+        print(
+            f"{rows[-1].case:40s} {direction:18s} {time.median:9.1f} us {100 * least / time.median / bandwidth:5.1f} %  {ratios}",
+            flush=True,
+        )
+    return rows
+
+
+def launch_cost() -> dict[str, float]:
+    """Microseconds of host time of one eager call on one token, without and with a recorded gradient."""
+    shape = SHAPES[4]
+    data = make_data(shape, 1)
+    arguments = (shape, data.x, data.cos, data.sin, data.weights)
+    with torch.no_grad():
+        inference = host_time(lambda: fused(*arguments))
+    return {"inference": round(inference, 1), "training": round(host_time(lambda: fused(*arguments)), 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three shapes")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--only", nargs="+", help="names of shapes")
+    parser.add_argument("--baselines", nargs="*", default=["eager", "inductor"])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch._functorch.config.donated_buffer = False  # the backward is run again and again on one graph
+    chosen = arguments.only or (QUICK if arguments.quick else [shape.name for shape in SHAPES])
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: a 1 GiB copy moves {bandwidth / 1e3:.0f} GB/s")
+    host = launch_cost()
+    print(f"host time of one eager call: {host['inference']} us, {host['training']} us in training")
+    rows = []
+    for shape in SHAPES:
+        if shape.name in chosen:
+            for tokens in arguments.tokens:
+                rows += benchmark(shape, tokens, bandwidth, arguments.baselines)
+    path = write_results("norm_rope", rows, {"copy_gb_s": round(bandwidth / 1e3), "host_us": host}, arguments.out)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    with side_stream():
+        main()

@@ -1,0 +1,74 @@
+"""The choice of a kernel: order, reasons, restriction, and what a machine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusion_pass.kernels import registry
+from fusion_pass.kernels.registry import Kernel, Request
+
+REQUEST = Request("norm_rope", torch.device("cpu"), {"x": torch.float32}, {"x": (1, None, 2, 8)})
+
+
+@pytest.fixture(autouse=True)
+def restored_registry() -> Iterator[None]:
+    registry.kernels()
+    before = list(registry._kernels)
+    yield
+    registry._kernels[:] = before
+
+
+def kernel(name: str, **answers: str | None) -> Kernel:
+    return Kernel(
+        name=name,
+        ops=frozenset({"norm_rope"}),
+        load=lambda: None,
+        available=lambda: answers.get("available"),
+        supports=lambda _: answers.get("supports"),
+        gate=lambda _: answers.get("gate"),
+    )
+
+
+def test_reference_only_where_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    refused = registry.choose(REQUEST)
+    assert refused.kernel is None
+    assert "allow_reference is off" in refused.sentence()
+    allowed = registry.choose(REQUEST, allow_reference=True)
+    assert allowed.kernel is not None
+    assert allowed.kernel.name == "reference"
+    assert "triton" in allowed.reasons
+
+
+def test_third_party_stands_first_and_every_answer_is_a_reason() -> None:
+    for name in ("available", "supports", "gate"):
+        registry.register(kernel(name, **{name: f"not {name}."}))
+    registry.register(kernel("mine"))
+    assert [k.name for k in registry.kernels("norm_rope")][:4] == ["mine", "gate", "supports", "available"]
+    assert registry.choose(REQUEST).kernel == registry.get("norm_rope", "mine")
+    named = registry.choose(REQUEST, only=["available", "supports"])
+    assert named.kernel is None
+    assert named.reasons == {"supports": "not supports.", "available": "not available."}
+
+
+def test_a_named_kernel_is_not_gated() -> None:
+    registry.register(kernel("slow", gate="slower than Inductor."))
+    chosen = registry.choose(REQUEST, only=["slow"]).kernel
+    assert chosen is not None
+    assert chosen.name == "slow"
+
+
+def test_names_are_unique() -> None:
+    with pytest.raises(ValueError, match="kernel 'reference' is registered already"):
+        registry.register(replace(kernel("reference"), ops=frozenset({"rope"})))
+
+
+def test_unusable_kernel_cannot_be_named() -> None:
+    registry.register(kernel("elsewhere", available="there is no such device."))
+    with pytest.raises(RuntimeError, match="backend='elsewhere' cannot run here: there is no such device"):
+        registry.get("norm_rope", "elsewhere")
+    assert {s.name: s.reason for s in registry.doctor()}["elsewhere"] == "there is no such device."
