@@ -27,8 +27,10 @@ def _triton_available() -> str | None:
 
 
 def _interpreted() -> bool:
-    from triton import knobs
-
+    try:
+        from triton import knobs
+    except ImportError:  # Triton-Ascend 3.2 is a package named triton without it
+        return False
     return bool(knobs.runtime.interpret)
 
 

@@ -43,4 +43,11 @@ KERNELS = (
         available=missing_runtime,
         supports=attention.supports,
     ),
+    Kernel(
+        name="ascend_flash",
+        ops=frozenset({"attention"}),
+        load=lambda: importlib.import_module(f"{__name__}.flash"),
+        available=_available,
+        supports=attention.flash_supports,
+    ),
 )

@@ -35,6 +35,7 @@ STATISTIC_COPIES = 8
 """The vendor keeps a row's maximum and sum eight times, `[B, N, S, 8]`."""
 LARGEST_HEAD_DIM = 768
 LARGEST_HEADS = 256
+FLASH_LARGEST_HEAD_DIM = 256
 LARGEST_DECODE_GROUP = 64
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -102,6 +103,24 @@ def _rows_see_a_key(request: Request) -> str | None:
     last_row_empty = left >= 0 and q - 1 + offset - left > k - 1
     if first_row_empty or last_row_empty:
         return f"with {q} queries and {k} keys some query sees no key; the vendor does not document its log-sum."
+    return None
+
+
+def flash_supports(request: Request) -> str | None:
+    """Why our own forward kernel (`flash.py`) cannot compute this call, or None."""
+    if request.device.type != "npu":
+        return f"it runs on npu tensors, and these are on {request.device.type}."
+    q, v = request.shapes["q"], request.shapes["v"]
+    if request.dtypes["q"] not in (*HALF_TYPES, torch.float32):
+        return f"q is {request.dtypes['q']}; it takes bfloat16, float16 or float32."
+    if q[3] is None or q[3] != v[3] or q[3] % 16 or q[3] > FLASH_LARGEST_HEAD_DIM:
+        return f"head_dim is {q[3]} and {v[3]}; it takes equal multiples of 16 up to {FLASH_LARGEST_HEAD_DIM}."
+    if "cu_seqlens_k" in request.dtypes:
+        return "cu_seqlens_k is given; the kernel has one diagonal for all documents."
+    if request.dtypes.get("q_segment_ids") in (torch.int64, torch.uint64, torch.uint32):
+        return f"q_segment_ids are {request.dtypes['q_segment_ids']}; it compares int32."
+    if request.dtypes.get("k_segment_ids") in (torch.int64, torch.uint64, torch.uint32):
+        return f"k_segment_ids are {request.dtypes['k_segment_ids']}; it compares int32."
     return None
 
 

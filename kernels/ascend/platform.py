@@ -1,9 +1,8 @@
 """What each Ascend chip offers to a kernel: cores and on-chip memory, as data.
 
-Source of every row: the device table inside `bishengir-compile` (PyPI `ascendnpu-ir` 1.2.0), which writes it as the
-module's `dlti.target_device_spec` for `--target=NAME`. `tests/ascend/test_norm_rope_memory.py` reads it back and compares.
-L0A and L0B are not in that table; 64 KiB each is from the Ascend C documentation of the 910B architecture
-(`dav-c220`).
+Source of every row: the device table inside `bishengir-compile` (PyPI `ascendnpu-ir` 1.2.0), which it writes into the
+module for `--target=NAME`. `tests/ascend/test_norm_rope_memory.py` reads it back and compares. L0A and L0B are not in
+that table; 64 KiB each is from the Ascend C documentation of the 910B architecture (`dav-c220`).
 """
 
 from __future__ import annotations

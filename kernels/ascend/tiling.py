@@ -264,7 +264,7 @@ def tile_attention(problem: Problem, platform: Platform) -> Tiling:
         row_order: tuple[int, ...] = (0,)
     else:
         step_rows = _rows_per_step(problem, platform, template, step_cols)
-        row_order = _longest_first(problem, step_rows, step_cols)
+        row_order = longest_first(problem, step_rows, step_cols)
 
     vector_rows, buffers = _vector_tile(problem, platform, step_rows, step_cols)
     size = problem.dtype.itemsize
@@ -320,7 +320,8 @@ def _batches_per_step(p: Problem, platform: Platform, rows: int, cols: int) -> i
     return max(1, min(by_memory, by_cores, p.B))
 
 
-def _longest_first(p: Problem, step_rows: int, step_cols: int) -> tuple[int, ...]:
+def longest_first(p: Problem, step_rows: int, step_cols: int) -> tuple[int, ...]:
+    """The blocks of `step_rows` query rows from the most steps of `step_cols` keys to the fewest."""
     blocks = range(_ceil_div(p.S1, step_rows))
     cost = [_steps(p, block * step_rows, min(step_rows, p.S1 - block * step_rows), step_cols) for block in blocks]
     return tuple(sorted(blocks, key=lambda block: (-cost[block], block)))

@@ -247,6 +247,8 @@ def _compile_for_host(lowered: Lowered, library: Path) -> None:
     stem = str(library.with_suffix(""))
     text = re.sub(r"\) attributes \{[^}]*\} \{$", ") attributes {llvm.emit_c_interface} {", lowered.text, flags=re.M)
     text = re.sub(r" \{tt\.[^}]*\}", "", text)
+    # A hint of Huawei's own dialect about the layout of a buffer; it computes nothing.
+    text = re.sub(r"^ *annotation\.mark .*\n", "", text, flags=re.M)
     Path(f"{stem}.in.mlir").write_text(text)
     for command in (
         [str(binaries / "mlir-opt"), f"{stem}.in.mlir", *BUFFERIZE, "-o", f"{stem}.llvm.mlir"],
