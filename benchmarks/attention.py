@@ -66,15 +66,15 @@ SHAPES = [
 
 
 def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`call` as a graph, after a warm-up that compiles and allocates."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
+    """`call` as a graph, after a warm-up that compiles and allocates.
+
+    Captured on the current stream: autograd runs a backward on the stream of its forward, which must not be the default one.
+    """
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         call()
     graph.replay()
     torch.cuda.synchronize()
@@ -233,11 +233,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    if arguments.tiles:
-        sweep()
-        return
+    with torch.cuda.stream(torch.cuda.Stream()):
+        if arguments.tiles:
+            sweep()
+            return
+        rows = compare(SHAPES)
     card = torch.cuda.get_device_name().replace(" ", "-")
-    rows = compare(SHAPES)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     arguments.output.mkdir(parents=True, exist_ok=True)
     record = {

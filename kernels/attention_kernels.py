@@ -44,8 +44,8 @@ def _triton_supports(request: Request) -> str | None:
         return f"scale is {scale}; it takes a positive scale."
     for name in ("q", "v"):
         head_dim = request.shapes[name][-1] if name in request.shapes else None
-        if head_dim is not None and head_dim > _LARGEST_HEAD_DIM:
-            return f"head_dim of {name} is {head_dim}; it takes at most {_LARGEST_HEAD_DIM}."
+        if head_dim is not None and (head_dim > _LARGEST_HEAD_DIM or head_dim % 8):
+            return f"head_dim of {name} is {head_dim}; it takes a multiple of 8, at most {_LARGEST_HEAD_DIM}."
     return None
 
 

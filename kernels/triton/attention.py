@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ _DELTA_ROWS = 32
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     """(out, lse): one kernel, and one small one before it when the tiles to visit depend on data."""
+    problem = _aligned_problem(problem)
     q, k, v = problem.q, problem.k, problem.v
     out, lse = problem.empty_out(order), problem.empty_lse()
     tile = _tile("forward", problem)
@@ -40,10 +42,10 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
                 q if problem.sinks is None else problem.sinks,
                 *sight.tensors,
                 *_ranges_argument(ranges, q),
-                *q.stride()[:3],
-                *k.stride()[:3],
-                *v.stride()[:3],
-                *out.stride()[:3],
+                *_strides(q),
+                *_strides(k),
+                *_strides(v),
+                *_strides(out),
                 *sight.strides,
                 *_ranges_strides(ranges),
                 *_sizes(problem, heads),
@@ -66,12 +68,15 @@ def backward(
     into: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and the sinks: one kernel for delta, one for dq, one for dk and dv; those not needed are not launched."""
+    problem = _aligned_problem(problem)
     q, k, v = problem.q, problem.k, problem.v
     batch, rows, heads, _ = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
-    if grad_out.stride(3) != 1:
-        grad_out = grad_out.contiguous()  # the expanded gradient of a sum
+    grad_out, out = _aligned(grad_out), _aligned(out)
     dq, dk, dv = problem.gradients(needs, into)
+    for name, given in zip(("dq", "dk", "dv"), (dq, dk, dv), strict=True):
+        if given is not None and not _is_aligned(given):
+            raise ValueError(f"into: {name} has strides {list(given.stride())}; its rows must start at multiples of 16 bytes.")
     sight = _Sight(problem)
     with _on(q):
         delta = _delta(problem, grad_out, grad_lse, out)
@@ -89,11 +94,11 @@ def backward(
                 dq,
                 *sight.tensors,
                 *_ranges_argument(ranges, q),
-                *q.stride()[:3],
-                *k.stride()[:3],
-                *v.stride()[:3],
-                *grad_out.stride()[:3],
-                *dq.stride()[:3],
+                *_strides(q),
+                *_strides(k),
+                *_strides(v),
+                *_strides(grad_out),
+                *_strides(dq),
                 *sight.strides,
                 *_ranges_strides(ranges),
                 *_sizes(problem, heads),
@@ -120,12 +125,12 @@ def backward(
                 dv_out,
                 *sight.tensors,
                 *_ranges_argument(ranges, q),
-                *q.stride()[:3],
-                *k.stride()[:3],
-                *v.stride()[:3],
-                *grad_out.stride()[:3],
-                *dk_out.stride()[:3],
-                *dv_out.stride()[:3],
+                *_strides(q),
+                *_strides(k),
+                *_strides(v),
+                *_strides(grad_out),
+                *_strides(dk_out),
+                *_strides(dv_out),
                 *sight.strides,
                 *_ranges_strides(ranges),
                 *_sizes(problem, kv_heads),
@@ -220,8 +225,8 @@ def _delta(problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Ten
             grad_out,
             delta if grad_lse is None else grad_lse,
             delta,
-            *out.stride()[:3],
-            *grad_out.stride()[:3],
+            *_strides(out),
+            *_strides(grad_out),
             *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
             rows,
             heads,
@@ -229,6 +234,7 @@ def _delta(problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Ten
             BLOCK_M=_DELTA_ROWS,
             BLOCK_V=triton.next_power_of_2(lanes),
             HAS_GRAD_LSE=grad_lse is not None,
+            ALIGN=_alignment(out),
         )
     return delta
 
@@ -246,10 +252,43 @@ def _constants(problem: Problem, tile: Tile, sight: _Sight, ranges: Tensor | Non
         "HAS_SOFTCAP": problem.softcap > 0,
         "MASK": sight.mask_kind,
         "PRECISION": "tf32x3" if problem.q.dtype == torch.float32 else "tf32",
+        "ALIGN": _alignment(problem.q),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         **sight.flags,
     }
+
+
+def _aligned_problem(problem: Problem) -> Problem:
+    q, k, v = (_aligned(x) for x in (problem.q, problem.k, problem.v))
+    return problem if q is problem.q and k is problem.k and v is problem.v else replace(problem, q=q, k=k, v=v)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """`x`, or a copy of it if its rows do not start at multiples of 16 bytes or its lanes are apart (the expanded gradient of a sum).
+
+    Rows that are not aligned are loaded lane by lane, each with its own address in a register. That is slow, and on sm_90 such a kernel
+    read wrong addresses (head_dim 40 and 24, Triton 3.6.0, seen on an H100): `_triton_supports` wants head_dim a multiple of 8.
+    """
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    align = _alignment(x)
+    rows = all(x.shape[axis] == 1 or x.stride(axis) % align == 0 for axis in range(3))
+    return rows and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+
+
+def _alignment(x: Tensor) -> int:
+    """Elements in 16 bytes."""
+    return 16 // x.element_size()
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Batch, row and head stride in units of 16 bytes."""
+    batch, row, head, _ = x.stride()
+    align = _alignment(x)
+    return batch // align, row // align, head // align
 
 
 def _sizes(problem: Problem, heads: int) -> tuple[int, int, int, int]:

@@ -43,6 +43,7 @@ def attention_delta(
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """delta `[B, Hq, Sq]` float32. Reads out and grad_out once: 2 Sq Dv elements a head."""
     num_blocks = tl.cdiv(num_rows, BLOCK_M)
@@ -53,9 +54,10 @@ def attention_delta(
     lane = tl.arange(0, BLOCK_V)
     inside = (row[:, None] < num_rows) & (lane[None, :] < VALUE_DIM)
     row64 = row.to(tl.int64)
-    out_ptrs = out + batch * out_batch_stride + head * out_head_stride + row64[:, None] * out_row_stride + lane[None, :]
-    grad_ptrs = grad_out + batch * grad_batch_stride + head * grad_head_stride
-    grad_ptrs = grad_ptrs + row64[:, None] * grad_row_stride + lane[None, :]
+    out_ptrs = out + (batch * out_batch_stride + head * out_head_stride + row64[:, None] * out_row_stride) * ALIGN
+    out_ptrs = out_ptrs + lane[None, :]
+    grad_ptrs = grad_out + (batch * grad_batch_stride + head * grad_head_stride + row64[:, None] * grad_row_stride) * ALIGN
+    grad_ptrs = grad_ptrs + lane[None, :]
     product = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     product *= tl.load(grad_ptrs, mask=inside, other=0.0).to(tl.float32)
     row_delta = tl.sum(product, 1)
@@ -221,7 +223,11 @@ def attention_dq(
     HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
+    # Strides of the [B, S, H, D] tensors come in units of 16 bytes, so that the compiler knows every row to be aligned.
+    k_row_stride *= ALIGN
+    v_row_stride *= ALIGN
     num_blocks = tl.cdiv(num_rows, BLOCK_M)
     head_of_batch = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
@@ -238,10 +244,10 @@ def attention_dq(
     q_inside = (row[:, None] < num_rows) & (lane_d[None, :] < HEAD_DIM)
     v_inside = (row[:, None] < num_rows) & (lane_v[None, :] < VALUE_DIM)
 
-    q_base = q + batch * q_batch_stride + head * q_head_stride + first64 * q_row_stride
-    queries = tl.load(q_base + in_tile[:, None] * q_row_stride + lane_d[None, :], mask=q_inside, other=0.0)
-    grad_base = grad_out + batch * grad_batch_stride + head * grad_head_stride + first64 * grad_row_stride
-    grads = tl.load(grad_base + in_tile[:, None] * grad_row_stride + lane_v[None, :], mask=v_inside, other=0.0)
+    q_base = q + (batch * q_batch_stride + head * q_head_stride + first64 * q_row_stride) * ALIGN
+    queries = tl.load(q_base + in_tile[:, None] * (q_row_stride * ALIGN) + lane_d[None, :], mask=q_inside, other=0.0)
+    grad_base = grad_out + (batch * grad_batch_stride + head * grad_head_stride + first64 * grad_row_stride) * ALIGN
+    grads = tl.load(grad_base + in_tile[:, None] * (grad_row_stride * ALIGN) + lane_v[None, :], mask=v_inside, other=0.0)
     statistics = head_of_batch.to(tl.int64) * num_rows + row
     row_lse = tl.load(lse + statistics, mask=row < num_rows, other=float("inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)
@@ -274,8 +280,8 @@ def attention_dq(
                 grads,
                 row_lse,
                 row_delta,
-                k + batch * k_batch_stride + (head // group) * k_head_stride,
-                v + batch * v_batch_stride + (head // group) * v_head_stride,
+                k + (batch * k_batch_stride + (head // group) * k_head_stride) * ALIGN,
+                v + (batch * v_batch_stride + (head // group) * v_head_stride) * ALIGN,
                 k_row_stride,
                 v_row_stride,
                 begin if part == 0 else (full_begin if part == 1 else full_end),
@@ -307,8 +313,8 @@ def attention_dq(
                 PRECISION,
                 part != 1,
             )
-    dq_base = dq + batch * dq_batch_stride + head * dq_head_stride + first64 * dq_row_stride
-    dq_ptrs = dq_base + in_tile[:, None] * dq_row_stride + lane_d[None, :]
+    dq_base = dq + (batch * dq_batch_stride + head * dq_head_stride + first64 * dq_row_stride) * ALIGN
+    dq_ptrs = dq_base + in_tile[:, None] * (dq_row_stride * ALIGN) + lane_d[None, :]
     tl.store(dq_ptrs, (acc * score_scale).to(dq.dtype.element_ty), mask=q_inside)
 
 
@@ -481,7 +487,10 @@ def attention_dkdv(
     HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
+    q_row_stride *= ALIGN  # strides come in units of 16 bytes, as in attention_dq
+    grad_row_stride *= ALIGN
     num_blocks = tl.cdiv(num_keys, BLOCK_N)
     head_of_batch = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks  # causal: the first keys are seen by most rows, and start first
@@ -496,10 +505,10 @@ def attention_dkdv(
     k_inside = (key[:, None] < num_keys) & (lane_d[None, :] < HEAD_DIM)
     v_inside = (key[:, None] < num_keys) & (lane_v[None, :] < VALUE_DIM)
 
-    k_base = k + batch * k_batch_stride + kv_head * k_head_stride + first64 * k_row_stride
-    keys = tl.load(k_base + in_tile[:, None] * k_row_stride + lane_d[None, :], mask=k_inside, other=0.0)
-    v_base = v + batch * v_batch_stride + kv_head * v_head_stride + first64 * v_row_stride
-    values = tl.load(v_base + in_tile[:, None] * v_row_stride + lane_v[None, :], mask=v_inside, other=0.0)
+    k_base = k + (batch * k_batch_stride + kv_head * k_head_stride + first64 * k_row_stride) * ALIGN
+    keys = tl.load(k_base + in_tile[:, None] * (k_row_stride * ALIGN) + lane_d[None, :], mask=k_inside, other=0.0)
+    v_base = v + (batch * v_batch_stride + kv_head * v_head_stride + first64 * v_row_stride) * ALIGN
+    values = tl.load(v_base + in_tile[:, None] * (v_row_stride * ALIGN) + lane_v[None, :], mask=v_inside, other=0.0)
     k_segment = segment(k_segments + batch * k_segments_stride, key, num_keys, HAS_SEGMENTS)
 
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -531,8 +540,8 @@ def attention_dkdv(
                     acc_v,
                     keys,
                     values,
-                    q + batch * q_batch_stride + head * q_head_stride,
-                    grad_out + batch * grad_batch_stride + head * grad_head_stride,
+                    q + (batch * q_batch_stride + head * q_head_stride) * ALIGN,
+                    grad_out + (batch * grad_batch_stride + head * grad_head_stride) * ALIGN,
                     lse + statistics,
                     delta + statistics,
                     q_row_stride,
@@ -568,9 +577,9 @@ def attention_dkdv(
                     PRECISION,
                     part != 1,
                 )
-    dk_base = dk + batch * dk_batch_stride + kv_head * dk_head_stride + first64 * dk_row_stride
-    dk_ptrs = dk_base + in_tile[:, None] * dk_row_stride + lane_d[None, :]
+    dk_base = dk + (batch * dk_batch_stride + kv_head * dk_head_stride + first64 * dk_row_stride) * ALIGN
+    dk_ptrs = dk_base + in_tile[:, None] * (dk_row_stride * ALIGN) + lane_d[None, :]
     tl.store(dk_ptrs, (acc_k * score_scale).to(dk.dtype.element_ty), mask=k_inside)
-    dv_base = dv + batch * dv_batch_stride + kv_head * dv_head_stride + first64 * dv_row_stride
-    dv_ptrs = dv_base + in_tile[:, None] * dv_row_stride + lane_v[None, :]
+    dv_base = dv + (batch * dv_batch_stride + kv_head * dv_head_stride + first64 * dv_row_stride) * ALIGN
+    dv_ptrs = dv_base + in_tile[:, None] * (dv_row_stride * ALIGN) + lane_v[None, :]
     tl.store(dv_ptrs, acc_v.to(dv.dtype.element_ty), mask=v_inside)

@@ -186,7 +186,11 @@ def attention_forward(
     HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
+    # Strides of the [B, S, H, D] tensors come in units of 16 bytes, so that the compiler knows every row to be aligned.
+    k_row_stride *= ALIGN
+    v_row_stride *= ALIGN
     num_blocks = tl.cdiv(num_rows, BLOCK_M)
     head_of_batch = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
@@ -200,11 +204,11 @@ def attention_forward(
     lane_d = tl.arange(0, BLOCK_D)
     lane_v = tl.arange(0, BLOCK_V)
 
-    q_ptrs = q + batch * q_batch_stride + head * q_head_stride + first.to(tl.int64) * q_row_stride
-    q_ptrs = q_ptrs + in_tile[:, None] * q_row_stride + lane_d[None, :]
+    q_ptrs = q + (batch * q_batch_stride + head * q_head_stride + first.to(tl.int64) * q_row_stride) * ALIGN
+    q_ptrs = q_ptrs + in_tile[:, None] * (q_row_stride * ALIGN) + lane_d[None, :]
     queries = tl.load(q_ptrs, mask=(row[:, None] < num_rows) & (lane_d[None, :] < HEAD_DIM), other=0.0)
-    k_base = k + batch * k_batch_stride + (head // group) * k_head_stride
-    v_base = v + batch * v_batch_stride + (head // group) * v_head_stride
+    k_base = k + (batch * k_batch_stride + (head // group) * k_head_stride) * ALIGN
+    v_base = v + (batch * v_batch_stride + (head // group) * v_head_stride) * ALIGN
     mask_base = mask + batch * mask_batch_stride + head * mask_head_stride
     k_segments_base = k_segments + batch * k_segments_stride
 
@@ -282,8 +286,8 @@ def attention_forward(
     empty = row_sum == 0.0
     acc = acc * tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))[:, None]
     row_lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(tl.where(empty, 1.0, row_sum)))
-    out_ptrs = out + batch * out_batch_stride + head * out_head_stride + first.to(tl.int64) * out_row_stride
-    out_ptrs = out_ptrs + in_tile[:, None] * out_row_stride + lane_v[None, :]
+    out_ptrs = out + (batch * out_batch_stride + head * out_head_stride + first.to(tl.int64) * out_row_stride) * ALIGN
+    out_ptrs = out_ptrs + in_tile[:, None] * (out_row_stride * ALIGN) + lane_v[None, :]
     tl.store(
         out_ptrs, acc.to(out.dtype.element_ty), mask=(row[:, None] < num_rows) & (lane_v[None, :] < VALUE_DIM)
     )
