@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from fusion_pass.graph.effects import Effects
+from fusion_pass.graph.repeats import Repeats
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site
 from fusion_pass.graph.vocabulary import layer_of
 
@@ -22,7 +23,7 @@ from .consumers import Use, use_of
 from .facts import Refused
 from .layout import result_steps
 from .pairing import Pair, difference, same_scalar, same_tables
-from .reading import Reading, read, roots
+from .reading import Reading, read, roots, transferred
 
 
 class NormRope:
@@ -44,21 +45,38 @@ def _readings(graph: fx.Graph, effects: Effects) -> tuple[list[Reading], list[Re
     readings: list[Reading] = []
     refusals: list[Refusal] = []
     taken: set[fx.Node] = set()
+    known: Repeats[Reading | Refused | None] = Repeats(effects)
     for node in roots(graph, effects):
         if node in taken:
             continue
-        try:
-            reading = read(effects, node)
-            if reading is not None:
-                _check_private(reading.region, [reading.end])
-        except Refused as refused:
-            refusals.append(Refusal("norm_rope", layer_of(node), node, str(refused)))
+        verdict = _verdict(effects, node, known)
+        if isinstance(verdict, Reading):
+            try:
+                _check_private(verdict.region, [verdict.end])
+            except Refused as refused:
+                verdict = refused
+        if isinstance(verdict, Refused):
+            refusals.append(Refusal("norm_rope", layer_of(node), node, str(verdict)))
             taken |= set(node.all_input_nodes)
-            continue
-        if reading is not None:
-            readings.append(reading)
-            taken |= reading.region
+        elif verdict is not None:
+            readings.append(verdict)
+            taken |= verdict.region
     return sorted(readings, key=lambda r: effects.order[r.end]), refusals
+
+
+def _verdict(effects: Effects, node: fx.Node, known: Repeats[Reading | Refused | None]) -> Reading | Refused | None:
+    """What ends at `node`, taken over from a place built the same way where there is one."""
+    found = known.lookup(node)
+    if found is not None:
+        verdict, counterparts = found
+        return transferred(verdict, counterparts) if isinstance(verdict, Reading) else verdict
+    fresh: Reading | Refused | None
+    try:
+        fresh = read(effects, node)
+    except Refused as refused:
+        fresh = refused
+    known.add(node, fresh)
+    return fresh
 
 
 def _groups(effects: Effects, readings: Sequence[Reading]) -> list[Pair | Reading | Refusal]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -61,6 +61,37 @@ class Reading:
     mrope_layout: str = "none"
     mrope_section: tuple[int, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def transferred(reading: Reading, to: Mapping[fx.Node, fx.Node]) -> Reading:
+    """`reading` of one place as the reading of another place that is built the same way."""
+
+    def node(n: fx.Node) -> fx.Node:
+        return to.get(n, n)
+
+    def moved(operand: Operand | None) -> Operand | None:
+        return None if operand is None else Operand(node(operand.node), operand.steps)
+
+    norm = reading.norm
+    if norm is not None:
+        eps = node(norm.eps) if isinstance(norm.eps, fx.Node) else norm.eps
+        norm = replace(
+            norm, start=node(norm.start), end=node(norm.end), eps=eps, weight=moved(norm.weight), bias=moved(norm.bias)
+        )
+    x, cos, sin = moved(reading.x), moved(reading.cos), moved(reading.sin)
+    assert x is not None and cos is not None and sin is not None
+    return replace(
+        reading,
+        root=node(reading.root),
+        end=node(reading.end),
+        source=node(reading.source),
+        x=x,
+        cos=cos,
+        sin=sin,
+        norm=norm,
+        region=frozenset(map(node, reading.region)),
+        frontier=tuple(map(node, reading.frontier)),
+    )
 
 
 def roots(graph: fx.Graph, effects: Effects) -> Iterator[fx.Node]:
@@ -229,7 +260,7 @@ def _check_not_written_back(effects: Effects, rotation: Rotation) -> None:
     for write in effects.writes(rotation.start):
         if effects.order[write] > effects.order[rotation.end] and rotation.end in write.all_input_nodes:
             raise Refused(
-                f"The rotation is written back by {write.name!r} into the tensor it was cut from, "
+                "The rotation is written back into the tensor it was cut from, "
                 "whose other tokens are normalised but not rotated."
             )
 

@@ -37,7 +37,8 @@ class Evaluator:
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
         self._memo: dict[tuple[fx.Node, fx.Node | None], Any] = {}
-        self._ids: dict[Hashable, int] = {}
+        self._generator = np.random.default_rng(_SEED)
+        self._draws: dict[Hashable, Array] = {}
         self._sources: dict[Hashable, Value] = {}
         self._promoted: dict[Hashable, set[int]] = {}
         self._depth = 0
@@ -58,7 +59,7 @@ class Evaluator:
         if not isinstance(value, Value):
             return value
         key = ("sealed", node, self.effects.last_write(node, at))
-        return lanes.seal(value, key, lambda shape: self.random(key, shape))
+        return lanes.seal(value, key, lambda shape: self.random((key, shape), shape))
 
     def study(self, node: fx.Node, draws: Callable[[Array], Array], outer: bool = False) -> Study:
         """An evaluator in which `node` is a source with lanes `draws(random)`. `outer`: no axis but its last may become lanes."""
@@ -68,7 +69,8 @@ class Evaluator:
         """Run `attempt`, again for every outer axis that turns out to be used as lanes."""
         for _ in range(12):
             try:
-                return attempt()
+                with np.errstate(all="ignore"):
+                    return attempt()
             except Promote as request:
                 for source, axis in request.wanted:
                     self._promoted.setdefault(source.key, set()).add(axis)
@@ -78,9 +80,11 @@ class Evaluator:
 
     def random(self, key: Hashable, shape: tuple[int, ...], complex_: bool = False) -> Array:
         """Numbers of either sign and of size 0.5 to 1.5 that belong to `key`."""
-        generator = np.random.default_rng((_SEED, self._ids.setdefault(key, len(self._ids))))
-        x = generator.uniform(0.5, 1.5, shape) * generator.choice((-1.0, 1.0), shape)
-        return x + 1j * generator.uniform(0.5, 1.5, shape) if complex_ else x
+        if key not in self._draws:
+            x = self._generator.uniform(-1, 1, shape)
+            x += np.copysign(0.5, x)
+            self._draws[key] = x + 1j * self._generator.uniform(0.5, 1.5, shape) if complex_ else x
+        return self._draws[key]
 
     # What a handler may ask (operations.Context).
 
@@ -92,7 +96,7 @@ class Evaluator:
         """Uninitialised memory: numbers that nothing else has, the same for every token."""
         shape = operations.shape_of(node)
         last = shape[-1] if shape and isinstance(shape[-1], int) and shape[-1] <= _MAX_LANES else 1
-        return Value(shape, self.random(("filler", node), (WORLDS, 1, *(1,) * (len(shape) - 1), last)[: 2 + len(shape)]), {})
+        return Value(shape, self.random(("filler", node, last), (WORLDS, 1, *(1,) * (len(shape) - 1), last)[: 2 + len(shape)]), {})
 
     def _scalar(self, key: Hashable, meaning: float | fx.Node) -> Value:
         if key not in self.scalars:
@@ -132,7 +136,10 @@ class Evaluator:
             raise Opaque("writes its arguments")
         if isinstance(fake(node), float | torch.SymFloat):
             return self._scalar(("run time", node), node)
-        return operations.apply(self, node, operation(node), self._arguments(node.args, node), self._arguments(node.kwargs, node))
+        name = operation(node)
+        if name not in operations.HANDLERS:
+            raise Opaque(f"{name} is not modelled")
+        return operations.apply(self, node, name, self._arguments(node.args, node), self._arguments(node.kwargs, node))
 
     def _arguments(self, argument: Any, reader: fx.Node) -> Any:
         if isinstance(argument, fx.Node):
@@ -244,7 +251,8 @@ class Study(Evaluator):
         super().__init__(root.effects)
         self._root = root
         self._seals = False
-        self._ids, self._promoted, self.scalars = root._ids, root._promoted, root.scalars
+        self._generator, self._draws = root._generator, root._draws
+        self._promoted, self.scalars = root._promoted, root.scalars
         self.node = node
         self.start = root.effects.order[node]
         self._dependent: dict[tuple[fx.Node, fx.Node | None], bool] = {}

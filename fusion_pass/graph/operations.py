@@ -7,7 +7,6 @@ piecewise functions (`abs`, `relu`, `clamp`, `where`, comparisons) stay opaque.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -34,7 +33,6 @@ class Context(Protocol):
 
 Handler = Callable[..., Any]
 HANDLERS: dict[str, Handler] = {}
-_SIGNATURES: dict[str, inspect.Signature] = {}
 
 SMALL_LITERAL = 1e-2
 """Literals up to this size that are added to a tensor are taken for an eps."""
@@ -46,7 +44,6 @@ def handler(*names: str) -> Callable[[Handler], Handler]:
     def register(function: Handler) -> Handler:
         for name in names:
             HANDLERS[name] = function
-            _SIGNATURES[name] = inspect.signature(function)
         return function
 
     return register
@@ -56,12 +53,14 @@ def apply(context: Context, node: fx.Node, name: str, args: Sequence[Any], kwarg
     """The value of operation `name` on evaluated arguments."""
     if name not in HANDLERS:
         raise Opaque(f"{name} is not modelled")
-    kwargs = {_KEYWORDS.get(key, key): value for key, value in kwargs.items()}
+    if kwargs:
+        kwargs = {_KEYWORDS.get(key, key): value for key, value in kwargs.items()}
     try:
-        bound = _SIGNATURES[name].bind(context, node, *args, **kwargs)
+        return HANDLERS[name](context, node, *args, **kwargs)
     except TypeError as error:
-        raise Opaque(f"{name}: {error}") from None
-    return HANDLERS[name](*bound.args, **bound.kwargs)
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        raise Opaque(f"{name}: {error}") from None  # arguments that the handler does not take
 
 
 _KEYWORDS = {"axis": "dim", "self": "x", "input": "x", "tensors": "xs"}

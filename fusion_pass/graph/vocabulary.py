@@ -7,6 +7,7 @@ Everything above this file speaks of an operation by its canonical name only.
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -90,17 +91,20 @@ _PURE_HIGHER_ORDER = frozenset(
 def operation(node: fx.Node) -> str:
     """Canonical name of what `node` does; for nodes that call nothing, the kind of node (`placeholder`, `get_attr`, ...)."""
     if node.op == "call_method":
-        name = str(node.target)
-    elif node.op == "call_function":
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            name = target._opname if target.namespace in ("aten", "prims") else target.name()
-        elif _is_of_pytorch(target):
-            name = getattr(target, "__name__", str(target))
-        else:
-            name = f"{target.__module__}.{getattr(target, '__name__', target)}"
+        return _ALIASES.get(str(node.target), str(node.target))
+    if node.op == "call_function":
+        return _function_name(node.target)
+    return node.op
+
+
+@lru_cache(maxsize=8192)
+def _function_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._opname if target.namespace in ("aten", "prims") else target.name()
+    elif _is_of_pytorch(target):
+        name = getattr(target, "__name__", str(target))
     else:
-        return node.op
+        name = f"{target.__module__}.{getattr(target, '__name__', target)}"
     return _ALIASES.get(name, name)
 
 
