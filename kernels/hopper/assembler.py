@@ -1,8 +1,9 @@
 """Which ptxas assembles these kernels, decided per compilation and without changing anything for anybody else.
 
-Triton 3.6 assembles for sm_90 with its bundled ptxas 12.8, which miscompiles a warp-specialised kernel of this family: wrong rows, then
-illegal accesses. The same PTX is right under 12.9 and 13.x (docs/hopper.md, hazards). Triton wheels carry a second assembler for newer chips,
-`ptxas-blackwell`: 12.9 in Triton 3.6, 13.x later. It serves sm_90a just as well. The rule: Triton's own choice if it is new enough, else that one, else refuse.
+Triton 3.6 assembles for sm_90 with its bundled ptxas 12.8, which miscompiles a warp-specialised kernel of this
+family: wrong rows, then illegal accesses. The same PTX is right under 12.9 and 13.x (docs/hopper.md, hazards). Triton
+wheels carry a second assembler for newer chips, `ptxas-blackwell`: 12.9 in Triton 3.6, 13.x later. It serves sm_90a
+just as well. The rule: Triton's own choice if it is new enough, else that one, else refuse.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ def choose() -> Assembler | str:
             return Assembler(tool.path, tool.version)
         seen.append(f"{tool.path} ({tool.version})")
     wanted = ".".join(map(str, OLDEST))
-    return f"no ptxas {wanted} or newer, older ones miscompile these kernels; found {', '.join(seen) or 'none'}; set TRITON_PTXAS_PATH to a newer one"
+    found = ", ".join(seen) or "none"
+    return f"ptxas {wanted} or newer is needed, older ones miscompile it; there is {found}; set TRITON_PTXAS_PATH."
 
 
 @contextmanager
 def assembling_with(assembler: Assembler) -> Iterator[None]:
     """Compile with `assembler` inside the block.
 
-    Triton reads the path from a process-wide knob at the moment it assembles. The knob is set for the length of one compilation and put
-    back, under a lock of ours; a foreign thread that compiles at that moment gets a newer ptxas for that one kernel, which is as good.
+    Triton reads the path from a process-wide knob at the moment it assembles. The knob is set for the length of one
+    compilation and put back, under a lock of ours; a foreign thread that compiles at that moment gets a newer ptxas
+    for that one kernel, which is as good.
     """
     with _lock, knobs.nvidia.scope():
         if knobs.nvidia.ptxas.path != assembler.path:

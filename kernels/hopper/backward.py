@@ -1,7 +1,8 @@
 """Flash attention backward for sm_90a: dQ, dK, dV from Q, K, V, dO, LSE and delta = rowsum(dO * O).
 
-A thread block keeps `block_n` keys and values and lets the queries pass; it visits every query head that shares its keys, so dK and dV are
-summed over the group in registers, in a fixed order. The structure follows FlashAttention-3 (arXiv 2407.08608).
+A thread block keeps `block_n` keys and values and lets the queries pass; it visits every query head that shares its
+keys, so dK and dV are summed over the group in registers, in a fixed order. The structure follows FlashAttention-3
+(arXiv 2407.08608).
 
     load warp     K, V once;   Q, LSE -> sQ[stages]   dO, delta -> sdO[stages]
     8 compute warps, per tile of queries
@@ -11,11 +12,12 @@ summed over the group in registers, in a fixed order. The structure follows Flas
         dQ   = dS K                    through shared memory (dS^T) and back
     dQ warp       dQ tile -> global memory by TMA reduce-add in float32
 
-Named barriers hand the dQ tile over; with 64-row tiles each compute warpgroup owns half of the feature axis and a barrier of its own.
-With `deterministic` the blocks of keys add to a tile of dQ in ascending order: the dQ warp waits for its turn before it adds and passes it on after
-the addition is written.
+Named barriers hand the dQ tile over; with 64-row tiles each compute warpgroup owns half of the feature axis and a
+barrier of its own. With `deterministic` the blocks of keys add to a tile of dQ in ascending order: the dQ warp waits
+for its turn before it adds and passes it on after the addition is written.
 
-Global memory traffic per block of keys and query head: seq_q (qk_dim + v_dim) elements read, 4 seq_q qk_dim bytes of reduce-add in L2.
+Global memory traffic per block of keys and query head: seq_q (qk_dim + v_dim) elements read, 4 seq_q qk_dim bytes of
+reduce-add in L2.
 """
 
 from triton.experimental import gluon
@@ -33,12 +35,12 @@ from .backward_state import (
     Shared,
     batch_and_head,
     bound,
-    earlier_blocks,
     following,
     gradient_layout,
     keep_bounds,
     needs_mask,
     new_barriers,
+    take_turn,
     tile_at,
 )
 from .backward_step import step
@@ -91,6 +93,8 @@ def dq_partition(p, mem, T: gl.constexpr):
         barriers.arrive(DQ_FREE + 1, HALF)
     else:
         barriers.arrive(DQ_FREE, ALL)
+    use = 0
+    previous = p.turns
     for member in range(group):
         h = kv * group + member
         for i in range(last - first):
@@ -98,8 +102,8 @@ def dq_partition(p, mem, T: gl.constexpr):
             row0 = tile * T.block_m
             if T.deterministic:
                 turn = p.turns + (b * kv_heads * group + h) * per_head + tile
-                rank = earlier_blocks(tile, p, T)
-                barriers.wait_for_turn(turn, rank)
+                previous = take_turn(turn, previous, use, tile, p, T)
+                use += 1
             if T.split_dq:
                 barriers.sync(DQ_FULL, HALF)
                 tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
@@ -114,8 +118,9 @@ def dq_partition(p, mem, T: gl.constexpr):
                 tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
                 tma_store_wait(0)
                 barriers.arrive(DQ_FREE, ALL)
-            if T.deterministic:
-                barriers.pass_turn(turn)
+    if T.deterministic:  # noqa: SIM102 (decided at compile time; the next one is not)
+        if use > 0:
+            barriers.pass_turn(previous)
 
 
 # ---------------------------------------------------------------------------------------------------- compute
@@ -160,13 +165,15 @@ def backward_kernel(
     scale, cap_scale, grad_scale,
     T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (head_chunk, blocks of keys, batch * kv_heads / head_chunk): the heads of a chunk run together, blocks of low number first,
-    which under a causal mask see the most queries.
+    """Grid (head_chunk, blocks of keys, batch * kv_heads / head_chunk): the heads of a chunk run together, and blocks of
+    low number first, which under a causal mask see the most queries.
 
-    `q` … `dv`: tensor maps over [batch, heads, seq, dim]; `dq` float32, zero at launch, unscaled (the post kernel scales and rounds it).
+    `q` … `dv`: tensor maps over [batch, heads, seq, dim]; `dq` float32, zero at launch, unscaled (the post kernel
+    scales and rounds it).
 
     `lse`, `delta`: float32 [tiles, block_m], base 2, +inf in `lse` for rows that take no part (see prepare.py).
-    `row_low`, `row_high`, `ranges`, `order`: see `rows.py`. `turns`: int32 [tiles], zero at launch (deterministic only).
+    `row_low`, `row_high`, `ranges`, `order`: see `rows.py`. `turns`: int32 [tiles], zero at launch (deterministic
+    only).
     """
     tile_q = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.qk_dim], q.layout)
     tile_do = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.v_dim], do.layout)
@@ -175,7 +182,9 @@ def backward_kernel(
     DS_SHAPE: gl.constexpr = [T.block_n, T.block_m]
     tile_ds = gl.allocate_shared_memory(q.dtype, DS_SHAPE, gl.NVMMASharedLayout.get_default_for(DS_SHAPE, q.dtype))
     DQ_SHAPE: gl.constexpr = [T.block_m, T.qk_dim]
-    tile_dq = gl.allocate_shared_memory(gl.float32, DQ_SHAPE, gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32))
+    tile_dq = gl.allocate_shared_memory(
+        gl.float32, DQ_SHAPE, gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32)
+    )
     if T.split_dq:
         halves = tile_dq._reinterpret(gl.float32, [2, 1, 1, T.block_m, T.qk_dim // 2], dq.layout)
     else:
@@ -187,8 +196,8 @@ def backward_kernel(
         ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
     first, last, clear_first, clear_last = query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T)
     mem = Shared(
-        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_ds, tile_dq, halves, rows_lse, rows_delta, keep_bounds(first, last, clear_first, clear_last),
-        new_barriers(T.stages), new_barriers(T.stages), new_barriers(2),
+        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_ds, tile_dq, halves, rows_lse, rows_delta,
+        keep_bounds(first, last, clear_first, clear_last), new_barriers(T.stages), new_barriers(T.stages), new_barriers(2),
     )  # fmt: skip
     p = Problem(
         q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, order, turns,

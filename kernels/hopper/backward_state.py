@@ -4,10 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from . import barriers
 from .gluon_api import aggregate
 
 DQ_FULL = gl.constexpr(4)
-"""Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO free" (wide heads: of Q), 10 "dO free"."""
+"""Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO free" (wide
+heads: of Q), 10 "dO free"."""
 DQ_FREE = gl.constexpr(6)
 STAGE_FREE = gl.constexpr(8)
 DO_FREE = gl.constexpr(10)
@@ -43,7 +45,9 @@ class Problem:
     tiles: gl.tuple
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, order, turns, sizes, band, scales, key0, tiles):
+    def __init__(
+        self, q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, order, turns, sizes, band, scales, key0, tiles
+    ):
         self.q = q
         self.k = k
         self.v = v
@@ -66,7 +70,8 @@ class Problem:
 
 @aggregate
 class Shared:
-    """Shared memory and its barriers. `dq` and `dq_halves` are one buffer: written as a tile, sent as halves. `p`: wide heads only."""
+    """Shared memory and its barriers. `dq` and `dq_halves` are one buffer: written as a tile, sent as halves. `p`:
+    wide heads only."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -127,7 +132,8 @@ def dq_layout(T):
 
 @gluon.jit
 def batch_and_head(p):
-    """Batch and key/value head of this thread block. Found where it is needed: two registers less in the loop over the queries."""
+    """Batch and key/value head of this thread block. Found where it is needed: two registers less in the loop over
+    the queries."""
     kv_heads, group, seq_q, seq_k = p.sizes
     batch_head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
     b = batch_head // kv_heads
@@ -150,7 +156,8 @@ def hide(st, tile, p, T: gl.constexpr):
         high = gl.load(p.row_high + b * rows_stride + rows)
         keep = (keys[:, None] < high[None, :]) & (keys[:, None] >= low[None, :])
     else:
-        # The limit stands on the side of the keys, of which a thread has two, not of its sixteen or more queries: registers are scarce here.
+        # The limit stands on the side of the keys, of which a thread has two, not of its sixteen or more queries:
+        # registers are scarce here.
         earliest = gl.where(keys < seq_k, keys - band_high - row0, T.block_m)
         keep = columns[None, :] >= earliest[:, None]
         if T.left_limit:
@@ -162,8 +169,9 @@ def hide(st, tile, p, T: gl.constexpr):
 def tile_at(i, first, last, T: gl.constexpr):
     """The i-th tile of queries of a head.
 
-    Deterministic blocks run from the last tile down: all blocks of a head start at the same tile, one turn apart, and the later ones of a
-    causal mask have as many tiles less to do as they wait. From the first tile up each would wait twice as long.
+    Deterministic blocks run from the last tile down: all blocks of a head start at the same tile, one turn apart, and
+    the later ones of a causal mask have as many tiles less to do as they wait. From the first tile up each would wait
+    twice as long.
     """
     if T.deterministic:
         return last - 1 - i
@@ -173,7 +181,8 @@ def tile_at(i, first, last, T: gl.constexpr):
 
 @gluon.jit
 def earlier_blocks(tile, p, T: gl.constexpr):
-    """How many blocks of keys before this one add to a tile of dQ: they have lower program ids, so waiting for them cannot deadlock."""
+    """How many blocks of keys before this one add to a tile of dQ: they have lower program ids, so waiting for them
+    cannot deadlock."""
     band_low, band_high, rows_stride = p.band
     own = p.key0 // T.block_n
     if T.by_rows:
@@ -184,6 +193,15 @@ def earlier_blocks(tile, p, T: gl.constexpr):
         return own - gl.maximum(tile * T.block_m + band_low, 0) // T.block_n
     else:
         return own
+
+
+@gluon.jit
+def take_turn(turn, previous, use, tile, p, T: gl.constexpr):
+    """Wait for the turn on a tile of dQ, then pass on the tile before: its addition was being written meanwhile."""
+    barriers.wait_for_turn(turn, earlier_blocks(tile, p, T))
+    if use > 0:
+        barriers.pass_turn(previous)
+    return turn
 
 
 @gluon.jit

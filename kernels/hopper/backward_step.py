@@ -1,8 +1,14 @@
-"""One tile of queries against the thread block's keys, head dimensions up to 128: P and dS stay in registers as left operands of dV and dK."""
+"""One tile of queries against the thread block's keys, head dimensions up to 128: P and dS stay in registers as left
+operands of dV and dK."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from . import barriers
 from .backward_state import DQ_FREE, DQ_FULL, STAGE_FREE, dq_layout, gradient_layout, hide, scores_layout
@@ -37,7 +43,7 @@ def step(use, tile, masked, dk, dv, p, mem, T: gl.constexpr):
     if T.softcap:
         st = tanh(st * cap_scale)
         capped = st
-    if T.masked:
+    if T.masked:  # noqa: SIM102 (decided at compile time; the next one is not)
         if masked:
             st = hide(st, tile, p, T)
     pt = gl.exp2(st * scale - lse)
@@ -52,9 +58,12 @@ def step(use, tile, masked, dk, dv, p, mem, T: gl.constexpr):
     mem.ds.store(ds)
     fence_async_shared()
     gl.thread_barrier()
-    dq = warpgroup_mma(mem.ds.permute((1, 0)), k, gl.zeros((BLOCK_M, QK_DIM), gl.float32, dq_layout(T)), use_acc=False, is_async=True)
+    dq = warpgroup_mma(
+        mem.ds.permute((1, 0)), k, gl.zeros((BLOCK_M, QK_DIM), gl.float32, dq_layout(T)), use_acc=False, is_async=True
+    )
     dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    # Operands are dependences of the waits: their registers must not be reused while a product reads them (docs/hopper.md, hazards).
+    # Operands are dependences of the waits: their registers must not be reused while a product reads them
+    # (docs/hopper.md, hazards).
     dq, dv, p_operand = warpgroup_mma_wait(1, (dq, dv, p_operand))
     if T.split_dq:
         barriers.sync_of_warpgroup(DQ_FREE, 160)

@@ -1,9 +1,10 @@
 """Flash attention backward for sm_90a, head dimensions above 128: 192/128 and 256.
 
-The accumulators dK and dV of 64 keys fill half of the registers, so nothing else can stay in them: P and dS go through shared memory, and the two
-warpgroups split the feature axis. The feature axis is kept in parts of 128 lanes, of which q and k have two and v one or two.
+The accumulators dK and dV of 64 keys fill half of the registers, so nothing else can stay in them: P and dS go
+through shared memory, and the two warpgroups split the feature axis. The feature axis is kept in parts of 128 lanes,
+of which q and k have two and v one or two.
 
-    load warp     K, V once;   Q, LSE -> sQ[2]   dO, delta -> sdO (one stage: it is free again after dV, halfway through the tile)
+    load warp     K, V once;   Q, LSE -> sQ[2]   dO, delta -> sdO (one stage, free again after dV)
     8 compute warps, per tile of 64 queries
         S^T  = sum over parts K_i Q_i^T      dP^T = sum over parts V_i dO_i^T
         P^T, dS^T -> shared memory
@@ -15,7 +16,12 @@ Everything else is as in backward.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from . import barriers
 from .backward_state import (
@@ -29,13 +35,13 @@ from .backward_state import (
     Shared,
     batch_and_head,
     bound,
-    earlier_blocks,
     following,
     hide,
     keep_bounds,
     needs_mask,
     new_barriers,
     scores_layout,
+    take_turn,
     tile_at,
 )
 from .gluon_api import tma_load, tma_reduce_add, tma_store, tma_store_wait
@@ -96,20 +102,24 @@ def dq_partition(p, mem, T: gl.constexpr):
     first, last = p.tiles
     per_head = gl.cdiv(seq_q, T.block_m)
     barriers.arrive(DQ_FREE, _THREADS)
+    use = 0
+    previous = p.turns
     for member in range(group):
         h = kv * group + member
         for i in range(last - first):
             tile = tile_at(i, first, last, T)
-            turn = p.turns + (b * kv_heads * group + h) * per_head + tile
             if T.deterministic:
-                barriers.wait_for_turn(turn, earlier_blocks(tile, p, T))
+                turn = p.turns + (b * kv_heads * group + h) * per_head + tile
+                previous = take_turn(turn, previous, use, tile, p, T)
+                use += 1
             for part in gl.static_range(T.qk_parts):
                 barriers.sync(DQ_FULL, _THREADS)
                 tma_reduce_add(p.dq, [b, h, tile * T.block_m, part * PART], mem.dq_halves.index(0))
                 tma_store_wait(0)
                 barriers.arrive(DQ_FREE, _THREADS)
-            if T.deterministic:
-                barriers.pass_turn(turn)
+    if T.deterministic:  # noqa: SIM102 (decided at compile time; the next one is not)
+        if use > 0:
+            barriers.pass_turn(previous)
 
 
 @gluon.jit
@@ -153,7 +163,7 @@ def step(use, tile, masked, dk0, dk1, dv0, dv1, p, mem, T: gl.constexpr):
     if T.softcap:
         st = tanh(st * cap_scale)
         capped = st
-    if T.masked:
+    if T.masked:  # noqa: SIM102 (decided at compile time; the next one is not)
         if masked:
             st = hide(st, tile, p, T)
     pt = gl.exp2(st * scale - lse)
@@ -235,7 +245,9 @@ def backward_wide_kernel(
     tile_p = gl.allocate_shared_memory(q.dtype, SQUARE, SQUARE_LAYOUT)
     tile_ds = gl.allocate_shared_memory(q.dtype, SQUARE, SQUARE_LAYOUT)
     DQ_SHAPE: gl.constexpr = [T.block_m, PART]
-    tile_dq = gl.allocate_shared_memory(gl.float32, DQ_SHAPE, gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32))
+    tile_dq = gl.allocate_shared_memory(
+        gl.float32, DQ_SHAPE, gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32)
+    )
     dq_to_send = tile_dq._reinterpret(gl.float32, [1, 1, 1, T.block_m, PART], dq.layout)
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [1, 1, T.block_m], delta.layout)

@@ -1,11 +1,12 @@
 """Named barriers: a hand-off between chosen warps of one thread block that costs no shared memory and no polling.
 
-`arrive` announces and goes on, `sync` announces and waits; the barrier opens when `threads` threads of both kinds have come (PTX `barrier`).
-An mbarrier arrival in Gluon is a barrier of the whole partition plus one elected thread; a named barrier is a single instruction, worth
-10 % of the backward pass (docs/hopper.md).
+`arrive` announces and goes on, `sync` announces and waits; the barrier opens when `threads` threads of both kinds
+have come (PTX `barrier`). An mbarrier arrival in Gluon is a barrier of the whole partition plus one elected thread; a
+named barrier is a single instruction, worth 10 % of the backward pass (docs/hopper.md).
 
-Triton itself uses ids 0 (default partition), 1 (start of the partitions) and 2, 3 (partitions of more than one warp); tests read them
-off the PTX. Ours start at 5 in the forward and at 4 in the backward, whose other partitions have one warp.
+Triton itself uses ids 0 (default partition), 1 (start of the partitions) and 2, 3 (partitions of more than one warp);
+tests read them off the PTX. Ours start at 5 in the forward and at 4 in the backward, whose other partitions have one
+warp.
 """
 
 from triton.experimental import gluon
@@ -53,7 +54,8 @@ def arrive_of_warpgroup(first_barrier, threads: gl.constexpr):
 
 @gluon.jit
 def bulk_writes_done():
-    """Wait until the bulk copies of this thread are written, not only read from shared memory, and order them before what follows.
+    """Wait until the bulk copies of this thread are written, not only read from shared memory, and order them before
+    what follows.
 
     Triton's `store_wait` is the `.read` form, after which other thread blocks may not yet see the result
     (https://github.com/Dao-AILab/flash-attention/issues/2244).
@@ -70,12 +72,15 @@ def _release_asm():
 
 @gluon.jit
 def wait_for_turn(counter, turn):
-    """Wait, in a partition of one warp, until `counter` in global memory has reached `turn`; order what follows after it."""
+    """Wait, in a partition of one warp, until `counter` in global memory has reached `turn`; order what follows after
+    it."""
     address = counter.to(gl.int64, bitcast=True)
     ASM: gl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"
     while gl.inline_asm_elementwise(ASM, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1) < turn:
         pass
-    gl.inline_asm_elementwise("{ fence.proxy.async; mov.u32 $0, 0; }", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "{ fence.proxy.async; mov.u32 $0, 0; }", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
     gl.thread_barrier()
 
 

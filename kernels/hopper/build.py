@@ -1,4 +1,5 @@
-"""From a template to a loaded kernel: the signature, the assembler, the compilation, and what the assembler reports about it.
+"""From a template to a loaded kernel: the signature, the assembler, the compilation, and what the assembler reports
+about it.
 
 Nothing here needs a GPU before `CompiledKernel` is launched, so tests compile every instance on any machine.
 """
@@ -38,7 +39,8 @@ class _Source(GluonASTSource):
 
 
 class Constants:
-    """A template as kernels see it: every field is a Triton constant, so that conditions on it are decided at compile time."""
+    """A template as kernels see it: every field is a Triton constant, so that conditions on it are decided at compile
+    time."""
 
     def __init__(self, template: Any) -> None:
         self.template = template
@@ -79,7 +81,9 @@ def tensor_map_layout(dtype: str, block: Sequence[int], *, swizzled: bool = True
     """Shared memory layout of a tile that TMA fills; not swizzled for vectors that no product reads."""
     if swizzled:
         return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=_ELEMENT[dtype].primitive_bitwidth, rank=len(block))
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=0, element_bitwidth=_ELEMENT[dtype].primitive_bitwidth, rank=len(block)
+    )
 
 
 def tensor_map_type(dtype: str, block: Sequence[int], *, swizzled: bool = True) -> str:
@@ -98,7 +102,11 @@ def compile_instance(instance: Instance) -> Any:
     names = [*instance.arguments, "T", "num_warps"]
     signature = {**instance.arguments, "T": "constexpr", "num_warps": "constexpr"}
     constants = {(names.index("T"),): Constants(instance.template), (names.index("num_warps"),): instance.num_warps}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in instance.arguments.items() if kind.startswith("*")}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in instance.arguments.items()
+        if kind.startswith("*")
+    }
     source = _Source(chosen.version, instance.kernel, signature, constants, aligned)
     options = {"num_warps": instance.num_warps, "maxnreg": instance.max_registers, "enable_fp_fusion": True}
     with assembler.assembling_with(chosen):
@@ -133,7 +141,9 @@ def resources(kernel: Any) -> Resources:
         cubin = Path(folder, "loaded.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
         # Not kernel.asm["sass"]: its parser stops before the end of a warp-specialised kernel.
-        sass = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", str(cubin)], capture_output=True, text=True, check=True
+        ).stdout
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     return Resources(
         shared_bytes=kernel.metadata.shared,
@@ -141,5 +151,7 @@ def resources(kernel: Any) -> Resources:
         warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
         wgmma=len(re.findall(r"\bHGMMA\b", sass)),
         tma_reduce=len(re.findall(r"\bUTMAREDG\b", sass)),
-        barrier_ids=tuple(sorted({int(number) for number in re.findall(r"\bbar(?:rier)?\.sync(?:\.aligned)?\s+(\d+)", ptx)})),
+        barrier_ids=tuple(
+            sorted({int(number) for number in re.findall(r"\bbar(?:rier)?\.sync(?:\.aligned)?\s+(\d+)", ptx)})
+        ),
     )

@@ -1,6 +1,8 @@
-"""`python -m fusion_pass.kernels.hopper.check [PATTERN]`: compile instances without a GPU and print, one JSON object a line, what they use.
+"""`python -m fusion_pass.kernels.hopper.check [PATTERN]`: compile instances without a GPU and print, one JSON object
+a line, what they use.
 
-The names are those of `INSTANCES`; PATTERN is a shell pattern over them (default: all). Compilation is cached, so this also warms Triton's cache.
+The names are those of `INSTANCES`; PATTERN is a shell pattern over them (default: all). Compilation is cached, so
+this also warms Triton's cache.
 """
 
 from __future__ import annotations
@@ -22,14 +24,18 @@ def _instances() -> Iterator[tuple[str, Callable[[], Instance]]]:
     for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
         for mask in MASKS:
             for extra in ("", "softcap", "sinks"):
-                template = forward_template(*dims, mask=mask, softcap=extra == "softcap", sinks=extra == "sinks", uneven=mask != "none")
+                template = forward_template(
+                    *dims, mask=mask, softcap=extra == "softcap", sinks=extra == "sinks", uneven=mask != "none"
+                )
                 assert template is not None
                 name = "-".join(filter(None, ("forward", f"{dims[0]}x{dims[1]}", mask, extra)))
                 yield name, lambda template=template: forward_instance(template, "bf16")
     for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
         for mask in MASKS:
             for extra in ("", "softcap", "deterministic"):
-                backward = backward_template(*dims, mask=mask, softcap=extra == "softcap", deterministic=extra == "deterministic")
+                backward = backward_template(
+                    *dims, mask=mask, softcap=extra == "softcap", deterministic=extra == "deterministic"
+                )
                 assert backward is not None
                 name = "-".join(filter(None, ("backward", f"{dims[0]}x{dims[1]}", mask, extra)))
                 yield name, lambda template=backward: backward_instance(template, "bf16")

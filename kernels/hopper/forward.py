@@ -1,7 +1,7 @@
 """Flash attention forward for sm_90a: TMA, wgmma, warp specialisation, a persistent loop with no gap between tiles.
 
-One thread block per SM: `warpgroups` consumer partitions of 64 queries each and a load warp. The algorithm is FlashAttention's
-(arXiv 2205.14135) with FlashAttention-3's overlap of softmax and products (arXiv 2407.08608).
+One thread block per SM: `warpgroups` consumer partitions of 64 queries each and a load warp. The algorithm is
+FlashAttention's (arXiv 2205.14135) with FlashAttention-3's overlap of softmax and products (arXiv 2407.08608).
 
     load warp          Q tile -> sQ[2]     K, V blocks -> sK[stages], sV[stages]     next tile's number -> consumers
     consumer w, block j
@@ -10,22 +10,30 @@ One thread block per SM: `warpgroups` consumer partitions of 64 queries each and
         P_j = exp2(S_j scale - max),  O and the row sum rescaled
     between tiles: the first S of the next tile is issued before the last P V of this one.
 
-Keys run from the last block to the first, so that the masked (diagonal) blocks come first; masked and unmasked blocks have loops of their own.
+Keys run from the last block to the first, so that the masked (diagonal) blocks come first; masked and unmasked blocks
+have loops of their own.
 
-Global memory traffic per head and tile of block_m queries: block_m (qk_dim + v_dim) + seq_k (qk_dim + v_dim) elements; heads that share K and V
-and neighbouring tiles run at the same time, so that K and V come from L2.
+Global memory traffic per head and tile of block_m queries: block_m (qk_dim + v_dim) + seq_k (qk_dim + v_dim)
+elements; heads that share K and V and neighbouring tiles run at the same time, so that K and V come from L2.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from . import barriers
 from .gluon_api import aggregate, tma_load, tma_store, tma_store_wait
 from .scores import key_blocks, key_limits, tanh
 
 _FREE = gl.constexpr(5)
-"""First named barrier: `stages` for "K block free", `stages` for "V block free", one per warpgroup for its turn (pingpong)."""
+"""First named barrier: `stages` for "K block free", `stages` for "V block free", one per warpgroup for its turn
+(pingpong)."""
 
 
 @aggregate
@@ -51,7 +59,26 @@ class Problem:
     cap_scale: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, o, o_ptr, o_strides, lse, sinks, row_low, row_high, ranges, counter, sizes, band, rows_strides, scale, cap_scale):
+    def __init__(
+        self,
+        q,
+        k,
+        v,
+        o,
+        o_ptr,
+        o_strides,
+        lse,
+        sinks,
+        row_low,
+        row_high,
+        ranges,
+        counter,
+        sizes,
+        band,
+        rows_strides,
+        scale,
+        cap_scale,
+    ):
         self.q = q
         self.k = k
         self.v = v
@@ -130,7 +157,8 @@ def num_tiles(p, T: gl.constexpr):
 
 @gluon.jit
 def place(tile, p, T: gl.constexpr):
-    """Row and (batch, head) of a tile, and its blocks of keys. `head_chunk` heads at a time (their K and V fit L2), last rows first."""
+    """Row and (batch, head) of a tile, and its blocks of keys. `head_chunk` heads at a time (their K and V fit L2),
+    last rows first."""
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     band_low, band_high = p.band
     rows_stride, ranges_stride = p.rows_strides
@@ -289,7 +317,22 @@ def v_block(mem, stage, T: gl.constexpr):
 
 
 @gluon.jit
-def attend(use, block, q, acc, maximum, total, operand, low, high, p, mem, w: gl.constexpr, T: gl.constexpr, MASKED: gl.constexpr):
+def attend(
+    use,
+    block,
+    q,
+    acc,
+    maximum,
+    total,
+    operand,
+    low,
+    high,
+    p,
+    mem,
+    w: gl.constexpr,
+    T: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """One block of keys: its scores, and the product of the block before with V."""
     LAYOUT: gl.constexpr = _scores_layout(T)
     OUT: gl.constexpr = _out_layout(T)
@@ -310,8 +353,11 @@ def attend(use, block, q, acc, maximum, total, operand, low, high, p, mem, w: gl
     shift = finite(new_maximum, MASKED)
     rescale = gl.exp2((maximum - shift) * p.scale)
     probabilities = gl.exp2(s * p.scale - (shift * p.scale)[:, None])
-    total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None] + row_sums(probabilities)
-    # The operand is a dependence of the wait: its registers must not be reused while the product reads them (docs/hopper.md, hazards).
+    total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[
+        :, None
+    ] + row_sums(probabilities)
+    # The operand is a dependence of the wait: its registers must not be reused while the product reads them
+    # (docs/hopper.md, hazards).
     acc, operand = warpgroup_mma_wait(0, (acc, operand))
     barriers.arrive(_FREE + T.stages + before, THREADS)
     operand = as_operand(probabilities, p, T)
@@ -373,7 +419,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     zero = _zeros(T.block_n, LAYOUT)
     mbarrier.wait(mem.q_full.index(w), 0)
     mbarrier.wait(mem.k_full.index(0), 0)
-    if T.pingpong:
+    if T.pingpong:  # noqa: SIM102 (decided at compile time; the next one is not)
         if w == T.warpgroups - 1:
             pass_turn(w, T)  # opens the first turn of warpgroup 0
     take_turn(w, T)
@@ -393,18 +439,26 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             clear_last = gl.minimum(clear_last, last - 1)
             clear_first = gl.minimum(clear_first, clear_last)
             for back in range(1, last - clear_last):
-                acc, maximum, total, operand = attend(use, last - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, True)
+                acc, maximum, total, operand = attend(
+                    use, last - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, True
+                )
                 use += 1
-            for back in range(0, clear_last - clear_first):
-                acc, maximum, total, operand = attend(use, clear_last - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, False)
+            for back in range(clear_last - clear_first):
+                acc, maximum, total, operand = attend(
+                    use, clear_last - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, False
+                )
                 use += 1
             if T.left_limit:
-                for back in range(0, clear_first - first):
-                    acc, maximum, total, operand = attend(use, clear_first - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, True)
+                for back in range(clear_first - first):
+                    acc, maximum, total, operand = attend(
+                        use, clear_first - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, True
+                    )
                     use += 1
         else:
             for back in range(1, last - first):
-                acc, maximum, total, operand = attend(use, last - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, False)
+                acc, maximum, total, operand = attend(
+                    use, last - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, False
+                )
                 use += 1
         mbarrier.arrive(mem.q_free.index(slot), count=1)
         if T.dynamic:
@@ -425,7 +479,9 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
             mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
             take_turn(w, T)
-            s = warpgroup_mma(mem.q.index(slot).reshape([64, T.qk_dim]), k_block(mem, stage, T), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma(
+                mem.q.index(slot).reshape([64, T.qk_dim]), k_block(mem, stage, T), zero, use_acc=False, is_async=True
+            )
             mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
             acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
             pass_turn(w, T)
@@ -471,10 +527,11 @@ def forward_kernel(
     band_low, band_high, rows_stride, ranges_stride, scale, cap_scale,
     T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`q`, `k`, `v`, `o`: tensor maps over [batch, heads, seq, dim]; `lse`: float32 [batch, heads, seq_q], natural logarithm.
+    """`q`, `k`, `v`, `o`: tensor maps over [batch, heads, seq, dim]; `lse`: float32 [batch, heads, seq_q], natural
+    logarithm.
 
-    `scale` turns scores into exponents of 2; with a softcap the scores are first `tanh(s * cap_scale)`. `sinks`: float32 [heads].
-    `row_low`, `row_high`, `ranges`: see `rows.py`. `counter`: int32, zero at launch.
+    `scale` turns scores into exponents of 2; with a softcap the scores are first `tanh(s * cap_scale)`. `sinks`:
+    float32 [heads]. `row_low`, `row_high`, `ranges`: see `rows.py`. `counter`: int32, zero at launch.
     """
     tile_q = gl.allocate_shared_memory(q.dtype, [T.q_buffers * T.warpgroups, 1, 1, 64, T.qk_dim], q.layout)
     tile_k = gl.allocate_shared_memory(k.dtype, [T.stages, 1, 1, T.block_n, T.qk_dim], k.layout)
@@ -490,12 +547,13 @@ def forward_kernel(
     mbarrier.init(tile_free, count=T.warpgroups)
     mem = Shared(
         tile_q, tile_k, tile_v, tile_o, next_tile,
-        _barriers(T.q_buffers * T.warpgroups, 1), _barriers(T.q_buffers * T.warpgroups, 1), _barriers(T.stages, 1), _barriers(T.stages, 1),
-        tile_full, tile_free,
+        _barriers(T.q_buffers * T.warpgroups, 1), _barriers(T.q_buffers * T.warpgroups, 1),
+        _barriers(T.stages, 1), _barriers(T.stages, 1), tile_full, tile_free,
     )  # fmt: skip
     p = Problem(
         q, k, v, o, o_ptr, (stride_b, stride_h, stride_s, v_head_dim), lse, sinks, row_low, row_high, ranges, counter,
-        (batch, heads, group, seq_q, seq_k, head_chunk), (band_low, band_high), (rows_stride, ranges_stride), scale, cap_scale,
+        (batch, heads, group, seq_q, seq_k, head_chunk), (band_low, band_high), (rows_stride, ranges_stride),
+        scale, cap_scale,
     )  # fmt: skip
     if T.warpgroups == 2:
         gl.warp_specialize([

@@ -32,7 +32,9 @@ else:
     def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
         """Add a tile of shared memory to global memory: `cp.reduce.async.bulk.tensor … .add`."""
         coordinates = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coordinates, src.handle)
+        _semantic.builder.create_async_tma_reduce(
+            ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coordinates, src.handle
+        )
 
 
 __all__ = ["aggregate", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait"]

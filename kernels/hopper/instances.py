@@ -18,13 +18,27 @@ def forward_instance(template: ForwardTemplate, dtype: str) -> Instance:
     v = (1, 1, template.block_n, template.v_dim)
     o = (1, 1, 64, template.v_dim)
     arguments = {
-        **{name: tensor_map_type(dtype, block) for name, block in zip("qkvo", (q, k, v, o))},
+        **{name: tensor_map_type(dtype, block) for name, block in {"q": q, "k": k, "v": v, "o": o}.items()},
         "o_ptr": f"*{dtype}",
         **dict.fromkeys(("stride_b", "stride_h", "stride_s"), "i64"),
         "v_head_dim": _INT,
         **dict.fromkeys(("lse", "sinks"), "*fp32"),
         **dict.fromkeys(("row_low", "row_high", "ranges", "counter"), "*i32"),
-        **dict.fromkeys(("batch", "heads", "group", "seq_q", "seq_k", "head_chunk", "band_low", "band_high", "rows_stride", "ranges_stride"), _INT),
+        **dict.fromkeys(
+            (
+                "batch",
+                "heads",
+                "group",
+                "seq_q",
+                "seq_k",
+                "head_chunk",
+                "band_low",
+                "band_high",
+                "rows_stride",
+                "ranges_stride",
+            ),
+            _INT,
+        ),
         **dict.fromkeys(("scale", "cap_scale"), _FLOAT),
     }
     return Instance(forward_kernel, arguments, template, num_warps=4, max_registers=template.max_registers)
@@ -39,13 +53,15 @@ def backward_instance(template: BackwardTemplate, dtype: str) -> Instance:
     dq = (1, 1, template.block_m, template.dq_lanes)
     row = tensor_map_type("fp32", (1, template.block_m), swizzled=False)
     arguments = {
-        **{name: tensor_map_type(dtype, block) for name, block in zip(("q", "k", "v", "do"), (q, k, v, do))},
+        **{name: tensor_map_type(dtype, block) for name, block in {"q": q, "k": k, "v": v, "do": do}.items()},
         "dq": tensor_map_type("fp32", dq),
-        **{name: tensor_map_type(dtype, block) for name, block in zip(("dk", "dv"), (k, v))},
+        **{name: tensor_map_type(dtype, block) for name, block in {"dk": k, "dv": v}.items()},
         "lse": row,
         "delta": row,
         **dict.fromkeys(("row_low", "row_high", "ranges", "order", "turns"), "*i32"),
-        **dict.fromkeys(("kv_heads", "group", "seq_q", "seq_k", "band_low", "band_high", "rows_stride", "ranges_stride"), _INT),
+        **dict.fromkeys(
+            ("kv_heads", "group", "seq_q", "seq_k", "band_low", "band_high", "rows_stride", "ranges_stride"), _INT
+        ),
         **dict.fromkeys(("scale", "cap_scale", "grad_scale"), _FLOAT),
     }
     kernel = backward_wide_kernel if template.wide else backward_kernel

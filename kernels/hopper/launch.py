@@ -2,77 +2,58 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..attention_problem import Problem
 from ..attention_reference import sinks_gradient
 from . import prepare
-from .build import compile_instance
-from .descriptors import DTYPES, fits, readable, rows_map, tensor_map
-from .instances import backward_instance, forward_instance
-from .rows import Rows, intervals, key_ranges, query_ranges
-from .templates import BackwardTemplate, ForwardTemplate, backward_template, forward_template
-
-_LOG2_E = math.log2(math.e)
-_L2_BYTES_FOR_KEYS = 32 << 20
-"""Of 50 MB: K and V of the heads that run together."""
-_ROWS_PER_PROGRAM = 32
+from .descriptors import fits, readable
+from .plans import ROWS_PER_PROGRAM, BackwardPlan, Call, backward_plan, forward_plan
+from .rows import intervals, key_ranges, query_ranges
 
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     """(out, lse): one kernel, and small ones before it when the mask is in the data."""
-    q, k, v = problem.q, problem.k, problem.v
-    batch, seq_q, heads, head_dim = q.shape
-    seq_k, kv_heads, v_head_dim = k.shape[1], k.shape[2], v.shape[3]
     out, lse = problem.empty_out(order), problem.empty_lse()
-    if out.numel() == 0 and lse.numel() == 0:
+    if lse.numel() == 0:
         return out, lse
-    if seq_k == 0:
+    sinks = problem.sinks
+    if problem.k.shape[1] == 0:
         out.zero_()
-        sinks = problem.sinks
         lse.copy_(lse.new_full((), float("-inf")) if sinks is None else sinks.to(lse.dtype)[None, :, None])
         return out, lse
-    template = forward_template_of(problem)
-    assert template is not None, "the registry does not choose this back end for such a problem"
-    with _on(q):
-        tiles = triton.cdiv(seq_q, template.block_m) * batch * heads
-        rows = _rows(problem, template)
-        ranges = None if rows is None else key_ranges(rows, seq_q, template.block_m, template.block_n)
-        q, k, v = readable(q), readable(k), readable(v)
-        o = out if fits(out) or not template.store_by_tma else torch.empty_like(out, memory_format=torch.contiguous_format)
-        sinks = None if problem.sinks is None else problem.sinks.float()
-        kernel = _loaded(template, q.dtype, q.device.index)
-        kernel[(min(tiles, _multiprocessors(q.device.index)), 1, 1)](
-            tensor_map(q, 64, template.qk_dim),
-            tensor_map(k, template.block_n, template.qk_dim),
-            tensor_map(v, template.block_n, template.v_dim),
-            tensor_map(o, 64, template.v_dim) if template.store_by_tma else tensor_map(q, 64, template.v_dim),
+    problem = _readable(problem)
+    q = problem.q
+    with torch.cuda.device(q.device):
+        o = out if fits(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+        plan = forward_plan(Call.of(problem), (o.shape, o.stride()))
+        template = plan.template
+        low = high = ranges = None
+        rows_stride = 0
+        if template.by_rows:
+            rows = intervals(problem.seen, q.shape[1], problem.k.shape[1])
+            low, high, rows_stride = rows.low, rows.high, rows.stride
+            ranges = key_ranges(rows, q.shape[1], template.block_m, template.block_n)
+        tensors = (q, problem.k, problem.v, o if template.store_by_tma else q)
+        plan.kernel[plan.grid](
+            *(map_.at(x) for map_, x in zip(plan.maps, tensors, strict=True)),
             o,
-            *_strides(o),
-            v_head_dim,
+            *plan.out_strides,
             lse,
-            sinks,
-            *_rows_arguments(rows),
+            None if sinks is None else sinks.float(),
+            low,
+            high,
             ranges,
             torch.zeros(1, dtype=torch.int32, device=q.device) if template.dynamic else None,
-            batch,
-            heads,
-            heads // kv_heads,
-            seq_q,
-            seq_k,
-            _heads_together(problem) if template.masked else 1,
-            *_band(problem),
-            0 if rows is None else rows.stride,
-            0 if ranges is None or ranges.shape[0] == 1 else ranges.stride(0),
-            *_scales(problem),
+            *plan.sizes,
+            rows_stride,
+            ranges.stride(0) if ranges is not None and rows_stride else 0,
+            *plan.scales,
             template,
             4,
         )
@@ -91,69 +72,48 @@ def backward(
     into: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and the sinks: a kernel that prepares, the main one, and one that rounds dQ."""
-    q, k, v = problem.q, problem.k, problem.v
-    batch, seq_q, heads, head_dim = q.shape
-    seq_k, kv_heads, v_head_dim = k.shape[1], k.shape[2], v.shape[3]
-    dq, dk, dv = problem.gradients((True, True, True), into)
-    assert dq is not None and dk is not None and dv is not None
+    gradients = problem.gradients((True, True, True), into)
+    dq, dk, dv = (x for x in gradients if x is not None)
     sinks = problem.sinks
-    if q.numel() == 0 or seq_k == 0 or v_head_dim == 0:
+    if lse.numel() == 0 or problem.k.numel() == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
-        dsinks = _sinks_gradient_without_keys(problem, lse, grad_lse)
-        return _needed((dq, dk, dv, dsinks), needs)
-    template = backward_template_of(problem)
-    assert template is not None, "the registry does not choose this back end for such a problem"
-    with _on(q):
-        q, k, v = readable(q), readable(k), readable(v)
-        tiles = triton.cdiv(seq_q, template.block_m)
-        padded = tiles * template.block_m
-        lse_rows = q.new_empty((batch, heads, padded), dtype=torch.float32)
-        delta_rows = torch.empty_like(lse_rows)
-        accumulator = q.new_empty((batch, heads, seq_q, head_dim), dtype=torch.float32)
-        turns = q.new_empty((batch, heads, tiles), dtype=torch.int32) if template.deterministic else None
+        delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse  # without keys lse is the sink itself
+        return _needed((dq, dk, dv, None if sinks is None else sinks_gradient(sinks, lse, delta)), needs)
+    problem = _readable(problem)
+    q = problem.q
+    batch, seq_q, heads, head_dim = q.shape
+    with torch.cuda.device(q.device):
+        dk_to, dv_to = (x if fits(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (dk, dv))
         do = grad_out
-        copy = not fits(grad_out)
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        if copy:
-            do = q.new_empty((batch, heads, seq_q, v_head_dim)).transpose(1, 2)
-        prepare.before[(padded // _ROWS_PER_PROGRAM * batch * heads,)](
-            out, grad_out, do, lse, grad_lse, lse_rows, delta_rows, accumulator, turns,
-            *_strides(out), *_strides(grad_out), grad_out.stride(3), heads, seq_q, padded, head_dim, v_head_dim,
-            TILE=template.block_m, ROWS=_ROWS_PER_PROGRAM, QK_DIM=triton.next_power_of_2(head_dim), V_DIM=triton.next_power_of_2(v_head_dim),
-            HAS_GRAD_LSE=grad_lse is not None, COPY=copy, TURNS=template.deterministic,
-        )  # fmt: skip
-        rows = _rows(problem, template)
-        ranges = first_blocks = None
-        if rows is not None:
-            ranges, first_blocks = query_ranges(rows, seq_q, seq_k, template.block_m, template.block_n)
-        dk_to = dk if fits(dk) else torch.empty_like(k, memory_format=torch.contiguous_format)
-        dv_to = dv if fits(dv) else torch.empty_like(v, memory_format=torch.contiguous_format)
-        together = _chunk(batch * kv_heads, 16 if template.deterministic else 4 if template.masked else 1)
-        kernel = _loaded(template, q.dtype, q.device.index)
-        kernel[(together, triton.cdiv(seq_k, template.block_n), batch * kv_heads // together)](
-            tensor_map(q, template.block_m, template.qk_lanes),
-            tensor_map(k, template.block_n, template.qk_lanes),
-            tensor_map(v, template.block_n, template.v_lanes),
-            tensor_map(do, template.block_m, template.v_lanes),
-            tensor_map(accumulator.transpose(1, 2), template.block_m, template.dq_lanes),
-            tensor_map(dk_to, template.block_n, template.qk_lanes),
-            tensor_map(dv_to, template.block_n, template.v_lanes),
-            rows_map(lse_rows, template.block_m),
-            rows_map(delta_rows, template.block_m),
-            *_rows_arguments(rows),
+        if not fits(grad_out):  # the expanded gradient of a sum, for one
+            do = q.new_empty((batch, heads, seq_q, problem.v.shape[3])).transpose(1, 2)
+        plan = backward_plan(Call.of(problem), *((x.shape, x.stride()) for x in (do, dk_to, dv_to)))
+        template = plan.template
+        lse_rows, delta_rows = q.new_empty(
+            (2, batch, heads, plan.tiles * template.block_m), dtype=torch.float32
+        ).unbind()
+        accumulator = q.new_empty((batch, heads, seq_q, head_dim), dtype=torch.float32)
+        turns = q.new_empty((batch, heads, plan.tiles), dtype=torch.int32) if template.deterministic else None
+        _before(plan, out, grad_out, do, lse, grad_lse, lse_rows, delta_rows, accumulator, turns)
+        low = high = ranges = first_blocks = None
+        rows_stride = 0
+        if template.by_rows:
+            rows = intervals(problem.seen, seq_q, problem.k.shape[1])
+            low, high, rows_stride = rows.low, rows.high, rows.stride
+            ranges, first_blocks = query_ranges(rows, seq_q, problem.k.shape[1], template.block_m, template.block_n)
+        tensors = (q, problem.k, problem.v, do, accumulator, dk_to, dv_to, lse_rows, delta_rows)
+        plan.kernel[plan.grid](
+            *(map_.at(x) for map_, x in zip(plan.maps, tensors, strict=True)),
+            low,
+            high,
             ranges,
             first_blocks,
             turns,
-            kv_heads,
-            heads // kv_heads,
-            seq_q,
-            seq_k,
-            *_band(problem),
-            0 if rows is None else rows.stride,
-            0 if ranges is None or ranges.shape[0] == 1 else ranges.stride(0),
-            *_scales(problem),
-            problem.scale,
+            *plan.sizes,
+            rows_stride,
+            ranges.stride(0) if ranges is not None and rows_stride else 0,
+            *plan.scales,
             template,
             template.num_warps,
         )
@@ -161,111 +121,67 @@ def backward(
             if given is not written:
                 given.copy_(written)
         if needs[0]:
-            prepare.after[(triton.cdiv(seq_q, _ROWS_PER_PROGRAM) * batch * heads,)](
-                accumulator, dq, *_strides(dq), heads, seq_q, head_dim, problem.scale,
-                ROWS=_ROWS_PER_PROGRAM, QK_DIM=triton.next_power_of_2(head_dim),
-            )  # fmt: skip
-        dsinks = None
-        if sinks is not None and needs[3]:
-            dsinks = sinks_gradient(sinks, lse, delta_rows[:, :, :seq_q])
+            _after(plan, accumulator, dq, problem.scale)
+        dsinks = sinks_gradient(sinks, lse, delta_rows[:, :, :seq_q]) if sinks is not None and needs[3] else None
     return _needed((dq, dk, dv, dsinks), needs)
 
 
-def forward_template_of(problem: Problem) -> ForwardTemplate | None:
-    """The forward instance for a problem; None when there is none."""
-    mask = _mask_kind(problem, 128 if max(problem.q.shape[3], problem.v.shape[3]) <= 128 else 64)
-    uneven = mask in ("band", "rows") or problem.seen.right is not None
-    dims = problem.q.shape[3], problem.v.shape[3]
-    return forward_template(*dims, mask=mask, softcap=problem.softcap > 0, sinks=problem.sinks is not None, uneven=uneven)
+def _before(
+    plan: BackwardPlan,
+    out: Tensor,
+    grad_out: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    lse_rows: Tensor,
+    delta_rows: Tensor,
+    accumulator: Tensor,
+    turns: Tensor | None,
+) -> None:
+    """Launch `prepare.before`."""
+    batch, seq_q, heads, v_head_dim = out.shape
+    template, padded = plan.template, lse_rows.shape[2]
+    arguments = (
+        out, grad_out, do, lse, None if grad_lse is None else grad_lse.contiguous(),
+        lse_rows, delta_rows, accumulator, turns,
+        *_strides(out), *_strides(grad_out), grad_out.stride(3), heads, seq_q, padded, accumulator.shape[3], v_head_dim,
+        template.block_m, ROWS_PER_PROGRAM, template.qk_dim, template.v_dim,
+        grad_lse is not None, do is not grad_out, template.deterministic,
+    )  # fmt: skip
+    _launch(plan, prepare.before, (padded // ROWS_PER_PROGRAM * batch * heads, 1, 1), arguments)
 
 
-def backward_template_of(problem: Problem) -> BackwardTemplate | None:
-    """The backward instance for a problem; None when there is none."""
-    mask = _mask_kind(problem, 128)
-    dims = problem.q.shape[3], problem.v.shape[3]
-    return backward_template(*dims, mask=mask, softcap=problem.softcap > 0, deterministic=problem.deterministic)
+def _after(plan: BackwardPlan, accumulator: Tensor, dq: Tensor, scale: float) -> None:
+    """Launch `prepare.after`."""
+    batch, heads, seq_q, head_dim = accumulator.shape
+    arguments = (accumulator, dq, *_strides(dq), heads, seq_q, head_dim, scale, ROWS_PER_PROGRAM, plan.template.qk_dim)
+    _launch(plan, prepare.after, (-(-seq_q // ROWS_PER_PROGRAM) * batch * heads, 1, 1), arguments)
 
 
-def _mask_kind(problem: Problem, block_n: int) -> str:
-    seen = problem.seen
-    if seen.q_segments is not None or seen.positions is not None:
-        return "rows"
-    if seen.left is not None:
-        return "band"
-    return "right" if seen.right is not None or problem.k.shape[1] % block_n else "none"
+def _launch(plan: BackwardPlan, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+    """Launch a Triton kernel, past its dispatch after the first time: a plan has one specialisation for the same
+    numbers and alignments."""
+    key = (id(kernel), *(x.data_ptr() % 16 if isinstance(x, Tensor) else x for x in arguments))
+    compiled = plan.helpers.get(key)
+    if compiled is None:
+        plan.helpers[key] = kernel[grid](*arguments, num_warps=4)
+    else:
+        compiled[grid](*arguments)
 
 
-def _band(problem: Problem) -> tuple[int, int]:
-    """Keys of a query, relative to its row. A side without a limit gets one past every key."""
-    seen, seq_q, seq_k = problem.seen, problem.q.shape[1], problem.k.shape[1]
-    low = -(seq_q + seq_k) if seen.left is None else max(seen.offset - seen.left, -(seq_q + seq_k))
-    high = seq_k if seen.right is None else min(seen.offset + seen.right, seq_k)
-    return low, high
-
-
-def _scales(problem: Problem) -> tuple[float, float]:
-    """(factor to exponents of 2, factor before tanh)."""
-    if problem.softcap > 0:
-        return problem.softcap * _LOG2_E, problem.scale / problem.softcap
-    return problem.scale * _LOG2_E, 0.0
-
-
-def _rows(problem: Problem, template: ForwardTemplate | BackwardTemplate) -> Rows | None:
-    return intervals(problem.seen, problem.q.shape[1], problem.k.shape[1]) if template.by_rows else None
-
-
-def _rows_arguments(rows: Rows | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if rows is None else (rows.low, rows.high)
+def _readable(problem: Problem) -> Problem:
+    """The problem with q, k and v as TMA can read them."""
+    q, k, v = problem.q, problem.k, problem.v
+    if fits(q) and fits(k) and fits(v):
+        return problem
+    return dataclasses.replace(problem, q=readable(q), k=readable(k), v=readable(v))
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
     """Of batch, head and row of a `[B, S, H, D]` tensor."""
-    return x.stride(0), x.stride(2), x.stride(1)
-
-
-def _heads_together(problem: Problem) -> int:
-    """How many query heads run at the same time, so that their K and V stay in L2."""
-    k, v = problem.k, problem.v
-    group = problem.q.shape[2] // k.shape[2]
-    bytes_per_head = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
-    together = 1
-    while together * 2 * bytes_per_head <= _L2_BYTES_FOR_KEYS and together * 2 <= k.shape[0] * k.shape[2]:
-        together *= 2
-    return together * group
-
-
-@functools.cache
-def _chunk(heads: int, wanted: int) -> int:
-    """The largest divisor of `heads` up to `wanted` that leaves at most 65535 chunks, the third axis of the grid; else the smallest one."""
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= 65535]
-    return max((n for n in divisors if n <= wanted), default=divisors[0])
+    of_batch, of_row, of_head, _ = x.stride()
+    return of_batch, of_head, of_row
 
 
 def _needed(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs))
-
-
-def _sinks_gradient_without_keys(problem: Problem, lse: Tensor, grad_lse: Tensor | None) -> Tensor | None:
-    """Without keys lse is the sink itself."""
-    if problem.sinks is None:
-        return None
-    delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse
-    return sinks_gradient(problem.sinks, lse, delta)
-
-
-@functools.cache
-def _loaded(template: ForwardTemplate | BackwardTemplate, dtype: torch.dtype, device: int) -> Any:
-    """The compiled kernel, one handle per device."""
-    if isinstance(template, ForwardTemplate):
-        return compile_instance(forward_instance(template, DTYPES[dtype]))
-    return compile_instance(backward_instance(template, DTYPES[dtype]))
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launch on the device of `x`."""
-    return torch.cuda.device(x.device)
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))

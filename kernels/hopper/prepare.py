@@ -1,8 +1,9 @@
 """The two memory-bound kernels around the backward, in plain Triton.
 
-`before`: delta = rowsum(dO * O) - dLSE and LSE in base 2, both padded to whole tiles; the float32 accumulator of dQ and the turn counters are zeroed; a dO that
-TMA cannot read is copied on the way.  Traffic: 2 rows v_dim elements read, 4 rows qk_dim bytes written.
-`after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes read, rows qk_dim elements written.
+`before`: delta = rowsum(dO * O) - dLSE and LSE in base 2, both padded to whole tiles; the float32 accumulator of dQ
+and the turn counters are zeroed; a dO that TMA cannot read is copied on the way.  Traffic: 2 rows v_dim elements
+read, 4 rows qk_dim bytes written. `after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes
+read, rows qk_dim elements written.
 """
 
 import triton
@@ -19,7 +20,8 @@ def before(
 ):  # fmt: skip
     """Grid: (padded_rows / ROWS) * batch * heads. `lse_rows`, `delta_rows`: float32 [batch, heads, padded_rows].
 
-    A row that saw no key (LSE -inf) and a row past the end get LSE +inf: exp2(s - LSE) is then 0 for every score, also for -inf.
+    A row that saw no key (LSE -inf) and a row past the end get LSE +inf: exp2(s - LSE) is then 0 for every score,
+    also for -inf.
     """
     chunks = padded_rows // ROWS
     head = tl.program_id(0) // chunks
@@ -46,8 +48,12 @@ def before(
     tl.store(delta_rows + padded, tl.where(empty, 0.0, delta))
     q_lane = tl.arange(0, QK_DIM)
     zero = tl.zeros((ROWS, QK_DIM), tl.float32)
-    tl.store(accumulator + line[:, None] * head_dim + q_lane[None, :], zero, mask=inside[:, None] & (q_lane < head_dim)[None, :])
-    if TURNS:
+    tl.store(
+        accumulator + line[:, None] * head_dim + q_lane[None, :],
+        zero,
+        mask=inside[:, None] & (q_lane < head_dim)[None, :],
+    )
+    if TURNS:  # noqa: SIM102 (decided at compile time; the next one is not)
         if row0 % TILE == 0:
             tl.store(turns + padded_row_tile(head, row0, padded_rows, TILE), 0)
 

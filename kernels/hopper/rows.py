@@ -1,7 +1,9 @@
-"""Masks that only the data knows, as one interval of keys per query: packed documents, with or without causality and a window.
+"""Masks that only the data knows, as one interval of keys per query: packed documents, with or without causality and
+a window.
 
-The intervals of packed documents never step back: `low` and `high` ascend with the row. So the first and last row of a tile bound the whole tile,
-and the blocks that a tile meets, or need not mask, follow by division and by binary search.
+The intervals of packed documents never step back: `low` and `high` ascend with the row. So the first and last row of
+a tile bound the whole tile, and the blocks that a tile meets, or need not mask, follow by division and by binary
+search.
 
 Everything is computed on the GPU from `Visibility`; nothing waits for the device.
 """
@@ -32,8 +34,10 @@ class Rows:
 
 
 def intervals(seen: Visibility, num_queries: int, num_keys: int) -> Rows:
-    """The intervals of ascending segments (`cu_seqlens`), cut by causality and window. Rows past the end repeat the last row."""
-    assert seen.q_segments is not None and seen.k_segments is not None
+    """The intervals of ascending segments (`cu_seqlens`), cut by causality and window. Rows past the end repeat the
+    last row."""
+    assert seen.q_segments is not None
+    assert seen.k_segments is not None
     queries, keys = (x.int() for x in (seen.q_segments, seen.k_segments))
     # Tokens outside of every document have negative ids and stand at the end.
     keys = torch.where(keys < 0, _NO_SEGMENT, keys)
@@ -58,7 +62,8 @@ def intervals(seen: Visibility, num_queries: int, num_keys: int) -> Rows:
 
 
 def key_ranges(rows: Rows, num_queries: int, block_m: int, block_n: int) -> Tensor:
-    """For every tile of queries: first and last block of keys, first and last one without a mask. int32 `[B or 1, tiles, 4]`."""
+    """For every tile of queries: first and last block of keys, first and last one without a mask. int32 `[B or 1,
+    tiles, 4]`."""
     lowest, top_low, low_high, highest = _tile_ends(rows, num_queries, block_m)
     first = lowest // block_n
     last = torch.maximum(-(-highest // block_n), first + 1)  # the forward has no empty tile
@@ -66,10 +71,14 @@ def key_ranges(rows: Rows, num_queries: int, block_m: int, block_n: int) -> Tens
 
 
 def query_ranges(rows: Rows, num_queries: int, num_keys: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """For every block of keys: first and last tile of queries, first and last one without a mask, int32 `[B or 1, blocks, 4]`;
-    and for every tile the first block of keys that adds to it, int32 `[B or 1, tiles]`."""
+    """For every block of keys: first and last tile of queries, first and last one without a mask, int32 `[B or 1,
+    blocks, 4]`; and for every tile the first block of keys that adds to it, int32 `[B or 1, tiles]`."""
     lowest, top_low, low_high, highest = (x.contiguous() for x in _tile_ends(rows, num_queries, block_m))
-    start = torch.arange(0, num_keys, block_n, device=lowest.device, dtype=torch.int32).expand(lowest.shape[0], -1).contiguous()
+    start = (
+        torch.arange(0, num_keys, block_n, device=lowest.device, dtype=torch.int32)
+        .expand(lowest.shape[0], -1)
+        .contiguous()
+    )
     end = start + block_n
     first = torch.searchsorted(highest, start, right=True, out_int32=True)
     last = torch.maximum(torch.searchsorted(lowest, end, out_int32=True), first)

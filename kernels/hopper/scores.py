@@ -1,8 +1,9 @@
 """Device code shared by the passes: softcap, and which blocks of the score matrix need a mask or no work at all.
 
-Every mask here is *one interval of keys per query*: `[low(row), high(row))`. Causality and the end of the keys give `high`, a window
-gives `low`, packed documents give both. So a mask costs two comparisons with per-row values in the blocks that it cuts, and nothing in the
-others. In `band` form the interval is `[row + band_low, row + band_high]` cut to the keys there are; in `rows` form it is read from memory.
+Every mask here is *one interval of keys per query*: `[low(row), high(row))`. Causality and the end of the keys give
+`high`, a window gives `low`, packed documents give both. So a mask costs two comparisons with per-row values in the
+blocks that it cuts, and nothing in the others. In `band` form the interval is `[row + band_low, row + band_high]` cut
+to the keys there are; in `rows` form it is read from memory.
 """
 
 from triton.experimental import gluon
@@ -11,7 +12,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def tanh(x):
-    """tanh by exp2, absolute error 1e-7: `tanh.approx` (5e-4 relative) times a softcap of 50 would shift scores by 0.02."""
+    """tanh by exp2, absolute error 1e-7: `tanh.approx` (5e-4 relative) times a softcap of 50 would shift scores by
+    0.02."""
     return 1.0 - 2.0 / (1.0 + gl.exp2(x * 2.885390081777927))
 
 
@@ -22,7 +24,8 @@ def clamp(x, low, high):
 
 @gluon.jit
 def key_blocks(row0, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexpr):
-    """Blocks of keys for the tile of queries at `row0`: `[first, last)`, of which `[clear_first, clear_last)` need no mask.
+    """Blocks of keys for the tile of queries at `row0`: `[first, last)`, of which `[clear_first, clear_last)` need no
+    mask.
 
     At least one block, though every key of it may be hidden: the pipeline has no empty tile.
     """
@@ -53,7 +56,8 @@ def key_blocks(row0, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexpr)
 
 @gluon.jit
 def query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexpr):
-    """Tiles of queries that see a block of keys: `[first, last)`, of which `[clear_first, clear_last)` need no mask. May be empty."""
+    """Tiles of queries that see a block of keys: `[first, last)`, of which `[clear_first, clear_last)` need no mask.
+    May be empty."""
     BLOCK_M: gl.constexpr = T.block_m
     BLOCK_N: gl.constexpr = T.block_n
     if T.by_rows:
@@ -83,7 +87,8 @@ def query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexp
 
 @gluon.jit
 def key_limits(rows, seq_k, band_low, band_high, row_low, row_high, T: gl.constexpr):
-    """The interval of keys `[low, high)` of each row of `rows`, in the layout of `rows`. Rows past the end may get any interval."""
+    """The interval of keys `[low, high)` of each row of `rows`, in the layout of `rows`. Rows past the end may get
+    any interval."""
     if T.by_rows:
         return gl.load(row_low + rows), gl.load(row_high + rows)
     else:

@@ -1,6 +1,8 @@
-"""Every kind of instance compiles for sm_90a without a GPU; its registers, shared memory and instructions are what the design says.
+"""Every kind of instance compiles for sm_90a without a GPU; its registers, shared memory and instructions are what
+the design says.
 
-Compilation runs in a process of its own: other tests import Triton in interpreter mode, which changes the language for good.
+Compilation runs in a process of its own: other tests import Triton in interpreter mode, which changes the language
+for good.
 """
 
 from __future__ import annotations
@@ -15,26 +17,30 @@ import pytest
 
 pytest.importorskip("triton")
 
-REPRESENTATIVE = ("forward-128x128-right", "forward-64x64-rows", "backward-128x128-right-deterministic", "backward-64x64-none")
+REPRESENTATIVE = (
+    "forward-128x128-right",
+    "forward-64x64-rows",
+    "backward-128x128-right-deterministic",
+    "backward-64x64-none",
+)
 
 SHARED_MEMORY = 232448
 """Bytes a thread block of sm_90 can have."""
 
 SPILLS = {
-    # Registers spilled to local memory, bytes, by pattern; the first that matches counts. In every row but those of head_dim 64 the spills
-    # are outside the loop over tiles or in the scalars of a masked tile. docs/hopper.md says what has been tried.
+    # Registers spilled to local memory, bytes, by pattern; the first that matches counts. For head_dim 64 and 128
+    # what is spilled is a scalar or two around the loop over tiles; docs/hopper.md says what has been tried.
     "forward-128x128-*-softcap": 64,
     "forward-256x256-none*": 0,
     "forward-256x256-*": 128,
     "forward-*": 0,
-    "backward-256x256-*": 700,
-    "backward-192x128-*": 700,
-    "backward-64x64-*-softcap": 2048,
-    "backward-64x64-*": 1200,
+    "backward-256x256-*": 800,
+    "backward-192x128-*": 200,
+    "backward-64x64-*-softcap": 200,
+    "backward-64x64-*": 0,
     "backward-128x128-*-softcap": 512,
     "backward-128x128-right*": 0,
-    "backward-128x128-none*": 32,
-    "backward-128x128-*": 128,
+    "backward-128x128-*": 100,
 }
 
 TRITON_BARRIERS = {"forward": {0, 1, 2, 3}, "backward": {0, 1, 2, 3}}
@@ -76,7 +82,7 @@ def expected_wgmma(name: str) -> int:
     if qk_dim == 256:
         # S over 256 lanes, dP over v_dim; dV, dK, dQ over 64 queries or keys, once for every 128 lanes.
         return qk_dim // 16 + v_dim // 16 + 4 * (v_dim // 128 + 2 + 2)
-    block_m, block_n = (64, 128) if qk_dim == 128 else (128, 128)
+    block_m, block_n = 64, 128
     # S, dP (over the features), dV, dK (over the queries), dQ (over the keys); one loop whatever the mask.
     return 2 * (qk_dim // 16) + 2 * (block_m // 16) + block_n // 16
 

@@ -1,6 +1,8 @@
-"""The Hopper kernels on the card: forward and every gradient against float64, no worse than eager PyTorch in the same dtype.
+"""The Hopper kernels on the card: forward and every gradient against float64, no worse than eager PyTorch in the same
+dtype.
 
-Sizes straddle the tiles of 64 and 128 rows. Numbers after a case are the bug reports it answers (flash-attention unless named).
+Sizes straddle the tiles of 64 and 128 rows. Numbers after a case are the bug reports it answers (flash-attention
+unless named).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def documents(cu_q: list[int], cu_k: list[int] | None = None, **values: int | fl
 
 
 def case(queries: int, keys: int | None = None, **others: object) -> Case:
-    base = Case(queries=queries, keys=queries if keys is None else keys, head_dim=128, value_dim=128, heads=4, kv_heads=2)
+    base = Case(
+        queries=queries, keys=queries if keys is None else keys, head_dim=128, value_dim=128, heads=4, kv_heads=2
+    )
     return dataclasses.replace(base, **others)  # type: ignore[arg-type]
 
 
@@ -65,8 +69,12 @@ MASKS = {
     "documents": case(700, batch=1, conditions=documents([0, 9, 9, 300, 301, 700], causal="top_left")),
     "documents_full": case(640, batch=1, conditions=documents([0, 128, 384, 640])),
     "documents_end_early": case(600, batch=1, conditions=documents([0, 90, 300], causal="bottom_right")),  # 2324
-    "documents_unequal": case(300, 500, batch=1, conditions=documents([0, 90, 200, 300], [0, 200, 250, 500], causal="bottom_right")),
-    "documents_rows_see_nothing": case(500, 300, batch=1, conditions=documents([0, 190, 400, 500], [0, 100, 250, 300], causal="bottom_right")),
+    "documents_unequal": case(
+        300, 500, batch=1, conditions=documents([0, 90, 200, 300], [0, 200, 250, 500], causal="bottom_right")
+    ),
+    "documents_rows_see_nothing": case(
+        500, 300, batch=1, conditions=documents([0, 190, 400, 500], [0, 100, 250, 300], causal="bottom_right")
+    ),
     "documents_window": case(700, batch=1, conditions=documents([0, 90, 400, 700], window_left=50, causal="top_left")),
     "documents_cross": case(300, 500, batch=1, conditions=documents([0, 90, 200, 300], [0, 200, 200, 450])),
 }
@@ -94,30 +102,49 @@ HEADS = {
     f"heads_{heads}_{kv_heads}": case(200, heads=heads, kv_heads=kv_heads, conditions=CAUSAL)
     for heads, kv_heads in ((1, 1), (3, 3), (4, 1), (7, 1), (8, 2), (32, 4))  # NSA 27, ColossalAI 6428
 } | {
-    f"head_dim_{head_dim}_{value_dim}": case(200, heads=3, kv_heads=3, head_dim=head_dim, value_dim=value_dim, conditions=CAUSAL)
-    for head_dim, value_dim in ((8, 8), (24, 40), (40, 24), (64, 64), (72, 72), (80, 80), (96, 96), (104, 104), (64, 128), (128, 64))  # 2552, 2896
+    f"head_dim_{head_dim}_{value_dim}": case(
+        200, heads=3, kv_heads=3, head_dim=head_dim, value_dim=value_dim, conditions=CAUSAL
+    )
+    for head_dim, value_dim in (
+        (8, 8),
+        (24, 40),
+        (40, 24),
+        (64, 64),
+        (72, 72),
+        (80, 80),
+        (96, 96),
+        (104, 104),
+        (64, 128),
+        (128, 64),
+    )  # 2552, 2896
 }
 
 CASES = MASKS | VALUES | HEADS
 WIDE = {
     f"head_dim_{head_dim}_{value_dim}_{name}": case(300, head_dim=head_dim, value_dim=value_dim, conditions=conditions)
-    for head_dim, value_dim in ((192, 128), (256, 256), (160, 160))  # TransformerEngine 3216: always more than one batch and head
-    for name, conditions in (("full", options()), ("causal", CAUSAL), ("window", options(window_left=90, causal="top_left")))
+    for head_dim, value_dim in (
+        (192, 128),
+        (256, 256),
+        (160, 160),
+    )  # TransformerEngine 3216: always more than one batch and head
+    for name, conditions in (
+        ("full", options()),
+        ("causal", CAUSAL),
+        ("window", options(window_left=90, causal="top_left")),
+    )
 } | {
     "head_dim_256_256_documents": case(
         300, batch=1, head_dim=256, value_dim=256, conditions=documents([0, 9, 9, 200, 300], causal="top_left")
     ),
-    "head_dim_256_256_softcap": case(300, head_dim=256, value_dim=256, logits=4, conditions=options(softcap=30.0, causal="top_left")),
+    "head_dim_256_256_softcap": case(
+        300, head_dim=256, value_dim=256, logits=4, conditions=options(softcap=30.0, causal="top_left")
+    ),
 }
-
-SLACK = 1.1
-"""Both round probabilities (and dS) to the dtype, eager the scores too: we are nearer to float64, up to how the roundings fall."""
-SINKS_SLACK = 2.5
-"""A handful of numbers, each a sum of delta = rowsum(dO O) over rows, with O as it was rounded for the caller: one rounding more than eager."""
 
 
 def run(inputs: Inputs, dtype: torch.dtype, *, deterministic: bool = False) -> Results:
-    """Forward and gradients of the back end itself, so that `deterministic` is ours to choose; every buffer starts as NaN."""
+    """Forward and gradients of the back end itself, so that `deterministic` is ours to choose; every buffer starts as
+    NaN."""
     from fusion_pass.kernels.attention_ops import _problem
     from fusion_pass.kernels.hopper import launch
 
@@ -129,18 +156,16 @@ def run(inputs: Inputs, dtype: torch.dtype, *, deterministic: bool = False) -> R
         problem = dataclasses.replace(problem, deterministic=deterministic)
         out, lse = launch.forward(problem, "bshd")
         names = ("dq", "dk", "dv", "dsinks")
-        gradients = launch.backward(problem, inputs.grad_out.to(dtype), inputs.grad_lse, out, lse, (True,) * 3 + (bool(sinks),))
+        gradients = launch.backward(
+            problem, inputs.grad_out.to(dtype), inputs.grad_lse, out, lse, (True,) * 3 + (bool(sinks),)
+        )
     computed = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
     return Results({"out": out, "lse": lse, **computed})
 
 
 def assert_no_worse_than_eager(inputs: Inputs, dtype: torch.dtype, actual: Results) -> None:
-    oracle = run_eager(inputs, torch.float64)
-    allowed = run_eager(inputs, dtype).error(oracle)
-    for name, error in actual.error(oracle).items():
-        slack = SINKS_SLACK if name == "dsinks" else SLACK
-        # lse is float32 whatever the inputs are; a gradient that is 0 by cancellation (one key) has no relative error.
-        assert error <= max(slack * allowed[name], torch.finfo(dtype).eps / 16), (name, error, allowed[name])
+    saturated = inputs.q.abs().mean().item() > 10
+    actual.assert_no_worse(run_eager(inputs, dtype), run_eager(inputs, torch.float64), saturated=saturated)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -153,7 +178,9 @@ def test_no_worse_than_eager(name: str, deterministic: bool, dtype: torch.dtype,
     assert_no_worse_than_eager(inputs, dtype, run(inputs, dtype, deterministic=deterministic))
 
 
-@pytest.mark.parametrize("name", [name for name in MASKS if "documents" in name or "window" in name or "causal" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in MASKS if "documents" in name or "window" in name or "causal" in name]
+)
 def test_head_dim_64_masks(name: str, device: torch.device) -> None:
     inputs = make_inputs(dataclasses.replace(CASES[name], head_dim=64, value_dim=64), torch.bfloat16, device)
     for deterministic in (False, True):
@@ -170,7 +197,8 @@ def test_wide_heads(name: str, deterministic: bool, device: torch.device) -> Non
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", ["none", "top_left"])
 def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None:
-    """A product that reads registers too late gives wrong integers now and then (triton 9433, 11781; flash-linear-attention 1262)."""
+    """A product that reads registers too late gives wrong integers now and then (triton 9433, 11781; flash-linear-
+    attention 1262)."""
     from fusion_pass.kernels.attention_ops import _problem
     from fusion_pass.kernels.hopper import launch
 
@@ -179,8 +207,12 @@ def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None
     def integers(*shape: int) -> Tensor:
         return torch.randint(-4, 5, shape, device=device, generator=generator).to(torch.bfloat16)
 
-    # Scores of 0 make every probability a power of two where the number of keys is one: sums of small integers, exact in float32.
-    q, k, v, grad = torch.zeros(2, 1024, 8, dim, device=device, dtype=torch.bfloat16), *(integers(2, 1024, 8, dim) for _ in range(3))
+    # Scores of 0 make every probability a power of two where the number of keys is one: sums of small integers, exact
+    # in float32.
+    q, k, v, grad = (
+        torch.zeros(2, 1024, 8, dim, device=device, dtype=torch.bfloat16),
+        *(integers(2, 1024, 8, dim) for _ in range(3)),
+    )
     problem = _problem(q, k, v, causal=causal)
     out, lse = launch.forward(problem, "bshd")
     expected = v.double().cumsum(1) if causal != "none" else v.double().sum(1, keepdim=True).expand(v.shape)
@@ -192,13 +224,19 @@ def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None
         assert torch.equal(first[2], (grad.double().sum(1, keepdim=True) / 1024).expand(v.shape).to(torch.bfloat16))
     for _ in range(250):
         again = launch.forward(problem, "bshd")
-        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
         gradients = launch.backward(problem, grad, None, out, lse, (True, True, True, False))
-        assert torch.equal(gradients[1], first[1]) and torch.equal(gradients[2], first[2])
+        assert torch.equal(gradients[1], first[1])
+        assert torch.equal(gradients[2], first[2])
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("conditions", [{}, {"causal": "top_left"}, {"causal": "top_left", "window_left": 300}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    "conditions",
+    [{}, {"causal": "top_left"}, {"causal": "top_left", "window_left": 300}],
+    ids=["full", "causal", "window"],
+)
 def test_deterministic_gradients_repeat(dim: int, conditions: Conditions, device: torch.device) -> None:
     from fusion_pass.kernels.attention_ops import _problem
     from fusion_pass.kernels.hopper import launch
@@ -227,11 +265,15 @@ def test_packed_qkv_in_place(device: torch.device) -> None:
     packed = torch.full((batch, rows, width + 64), float("nan"), device=device, dtype=torch.bfloat16)
     grad = torch.randn(batch, heads, rows, dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
     results = []
-    for tensors, into in ((parts(qkv), parts(packed[..., :width])), ([x.contiguous() for x in parts(qkv)], (None, None, None))):
+    for tensors, into in (
+        (parts(qkv), parts(packed[..., :width])),
+        ([x.contiguous() for x in parts(qkv)], (None, None, None)),
+    ):
         problem = _problem(*tensors, causal="top_left", deterministic=True)
         out, lse = launch.forward(problem, "bhsd")
         results.append((out, lse, *launch.backward(problem, grad, None, out, lse, (True, True, True, False), into)[:3]))
-    assert packed[..., width:].isnan().all() and not packed[..., :width].isnan().any()
+    assert packed[..., width:].isnan().all()
+    assert not packed[..., :width].isnan().any()
     assert results[0][4].data_ptr() == packed.data_ptr() + (heads + kv_heads) * dim * 2
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -255,16 +297,25 @@ def test_misaligned_and_expanded_inputs(device: torch.device) -> None:
 @pytest.mark.parametrize("sizes", [(0, 5, 5, 2), (2, 0, 5, 2), (2, 5, 0, 2), (2, 0, 0, 2)])
 def test_zero_sizes(sizes: tuple[int, int, int, int], device: torch.device) -> None:
     batch, queries, keys, heads = sizes
-    inputs = make_inputs(Case(batch=batch, queries=queries, keys=keys, heads=heads, kv_heads=heads, head_dim=64, value_dim=64), torch.bfloat16, device)
+    inputs = make_inputs(
+        Case(batch=batch, queries=queries, keys=keys, heads=heads, kv_heads=heads, head_dim=64, value_dim=64),
+        torch.bfloat16,
+        device,
+    )
     results = run(inputs, torch.bfloat16).values
     if queries and not keys:
-        assert (results["out"] == 0).all() and (results["lse"] == float("-inf")).all()
+        assert (results["out"] == 0).all()
+        assert (results["lse"] == float("-inf")).all()
     assert all((results[name] == 0).all() for name in ("dq", "dk", "dv"))
 
 
 def test_many_heads(device: torch.device) -> None:
     """More (batch, head) pairs than the y and z axes of a grid hold (fla 172, flashinfer 3125)."""
-    inputs = make_inputs(Case(batch=35001, queries=16, keys=16, heads=2, kv_heads=2, head_dim=64, value_dim=64, conditions=CAUSAL), torch.bfloat16, device)
+    inputs = make_inputs(
+        Case(batch=35001, queries=16, keys=16, heads=2, kv_heads=2, head_dim=64, value_dim=64, conditions=CAUSAL),
+        torch.bfloat16,
+        device,
+    )
     assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16))
 
 
@@ -275,4 +326,6 @@ def test_operator_chooses_hopper(device: torch.device) -> None:
     q, k, v = (torch.randn(2, 300, 4, 128, device=device, dtype=torch.bfloat16, requires_grad=i != 1) for i in range(3))
     out, _ = attention(q, k, v, causal="top_left", backend="hopper")
     out.sum().backward()
-    assert q.grad is not None and v.grad is not None and k.grad is None
+    assert q.grad is not None
+    assert v.grad is not None
+    assert k.grad is None

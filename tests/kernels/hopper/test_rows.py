@@ -1,4 +1,5 @@
-"""Masks of packed documents as intervals: against the definition, pair by pair, and the ranges of tiles against a count over the square."""
+"""Masks of packed documents as intervals: against the definition, pair by pair, and the ranges of tiles against a
+count over the square."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_intervals_and_ranges(conditions: dict[str, object]) -> None:
     padded[queries:] = True  # rows past the end ask for nothing
     every = padded.view(tiles, block_m, blocks, block_n).all(3).all(1)
 
-    for tile, (first, last, clear_first, clear_last) in enumerate(key_ranges(rows, queries, block_m, block_n)[0].tolist()):
+    for tile, (first, last, clear_first, clear_last) in enumerate(
+        key_ranges(rows, queries, block_m, block_n)[0].tolist()
+    ):
         assert all(first <= block < last for block in range(blocks) if some[tile, block])
         assert all(every[tile, block] for block in range(max(first, clear_first), min(last, clear_last)))
     ranges, first_blocks = query_ranges(rows, queries, keys, block_m, block_n)
