@@ -286,7 +286,8 @@ def benchmark(shape: Shape, tokens: int, bandwidth: float, baselines: Sequence[s
         )
         ratios = "  ".join(f"{name} {t.median / time.median:5.2f}x" for name, t in times.items())
         print(
-            f"{rows[-1].case:40s} {direction:18s} {time.median:9.1f} us {100 * least / time.median / bandwidth:5.1f} %  {ratios}",
+            f"{rows[-1].case:40s} {direction:18s} {time.median:9.1f} us "
+            f"{100 * least / time.median / bandwidth:5.1f} %  {ratios}",
             flush=True,
         )
     return rows

@@ -55,7 +55,7 @@ def tiled(variant: Variant) -> Iterator[None]:
     direction, tiles, programs = variant
     with (
         mock.patch.object(norm_rope, f"{direction}_tiles", return_value=tiles),
-        mock.patch.object(norm_rope, "PROGRAMS_PER_SM", programs or norm_rope.PROGRAMS_PER_SM),
+        mock.patch.object(norm_rope, "programs_per_multiprocessor", return_value=programs),
     ):
         yield
 

@@ -1,5 +1,6 @@
-"""The `attention` operator: schema, argument checks, fake, autograd, and the choice of the kernel. The contract is `docs/attention.md`.
+"""The `attention` operator: schema, argument checks, fake, autograd, and the choice of the kernel.
 
+The contract is `docs/attention.md`.
 The forward returns (out, lse) and the backward needs nothing else of it, so the two may run on different back ends.
 """
 
@@ -64,10 +65,10 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k' + mask) v over the keys each query may see, with the log-sum-exp of each row.
 
-    `q` is [B, Sq, Hq, D], `k` [B, Sk, Hkv, D], `v` [B, Sk, Hkv, Dv]; Hq is a multiple of Hkv. Returns out [B, Sq, Hq, Dv] in q's dtype and
-    lse [B, Hq, Sq], float32 (float64 for float64), in natural units. A row that sees no key gives 0, lse = -inf and no gradient.
-    Differentiable once, in q, k, v and sinks, through out and lse. See `docs/attention.md` for every argument.
-    """
+    `q` is [B, Sq, Hq, D], `k` [B, Sk, Hkv, D], `v` [B, Sk, Hkv, Dv]; Hq is a multiple of Hkv. Returns out [B, Sq, Hq,
+    Dv] in q's dtype and lse [B, Hq, Sq], float32 (float64 for float64), in natural units. A row that sees no key
+    gives 0, lse = -inf and no gradient. Differentiable once, in q, k, v and sinks, through out and lse. See
+    `docs/attention.md` for every argument."""
     return cast(
         tuple[Tensor, Tensor],
         torch.ops.fusion_pass.attention(
@@ -92,7 +93,7 @@ def attention(
     )
 
 
-# --- checks --------------------------------------------------------------------------------------------------------------------------
+# --- checks ---
 
 
 def check(
@@ -158,13 +159,16 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_mask(mask: Tensor, scores: tuple[int, int, int, int], device: torch.device) -> None:
     if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"mask has dtype {mask.dtype}; it takes torch.bool (True: seen) or a float dtype (added to the scores).")
+        raise TypeError(
+            f"mask has dtype {mask.dtype}; it takes torch.bool (True: seen) or a float dtype (added to scores)."
+        )
     fits = 1 <= mask.dim() <= 4 and all(
         size == 1 or size == full for size, full in zip(reversed(mask.shape), reversed(scores), strict=False)
     )
     if not fits:
         raise ValueError(
-            f"mask has shape {list(mask.shape)}; it takes one that broadcasts to [batch, heads, queries, keys] = {list(scores)}."
+            f"mask has shape {list(mask.shape)}; it takes one that broadcasts to "
+            f"[batch, heads, queries, keys] = {list(scores)}."
         )
     check_device("mask", mask, device)
 
@@ -176,7 +180,7 @@ def _check_segments(q_ids: Tensor | None, k_ids: Tensor | None, q: Tensor, k: Te
         return
     if k_ids is None and k.shape[1] != q.shape[1]:
         raise ValueError(
-            f"k_segment_ids is missing, but there are {q.shape[1]} queries and {k.shape[1]} keys; pass the keys' segments."
+            f"k_segment_ids is missing, but there are {q.shape[1]} queries and {k.shape[1]} keys; pass it."
         )
     for name, ids, tokens in (("q_segment_ids", q_ids, q.shape[1]), ("k_segment_ids", k_ids, k.shape[1])):
         if ids is None:
@@ -203,7 +207,9 @@ def _check_documents(cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Ten
         if cu.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} has dtype {cu.dtype}; it takes torch.int32 or torch.int64.")
         if cu.dim() != 1 or cu.shape[0] < 1 or cu.shape[0] != cu_q.shape[0]:
-            raise ValueError(f"{name} has shape {list(cu.shape)}; it takes [documents + 1], the same for queries and keys.")
+            raise ValueError(
+                f"{name} has shape {list(cu.shape)}; it takes [documents + 1], the same for queries and keys."
+            )
         check_device(name, cu, q.device)
 
 
@@ -245,7 +251,7 @@ def _problem(
     return Problem(q, k, v, sinks, seen, scale, softcap, deterministic)
 
 
-# --- choice of the kernel ------------------------------------------------------------------------------------------------------------
+# --- choice of the kernel ---
 
 _TENSORS = ("q", "k", "v", "mask", "sinks", "q_segment_ids", "k_segment_ids", "cu_seqlens_q", "cu_seqlens_k")
 
@@ -277,10 +283,12 @@ def _choose(
     return cast(AttentionBackend, choice.kernel.load())
 
 
-# --- registration --------------------------------------------------------------------------------------------------------------------
+# --- registration ---
 
 
-def _forward(*tensors: Tensor | None, out_order: str = "bshd", backend: str = "auto", **options: Any) -> tuple[Tensor, Tensor]:
+def _forward(
+    *tensors: Tensor | None, out_order: str = "bshd", backend: str = "auto", **options: Any
+) -> tuple[Tensor, Tensor]:
     one_of("out_order", out_order, OUT_ORDERS)
     problem = _problem(*tensors, **options)  # type: ignore[arg-type]
     return _choose("attention", backend, tensors, None, _with_defaults(options)).forward(problem, out_order)

@@ -1,8 +1,7 @@
 """One call of `attention`, resolved: what a back end is given, and which keys a query may see.
 
-Causality, a window, packed documents and an explicit mask are independent conditions; a key is seen when all of them hold.
-Query `i` faces key `position(i)`, the diagonal; causality and the window are distances from it.
-"""
+Causality, a window, packed documents and an explicit mask are independent conditions; a key is seen when all of them
+hold. Query `i` faces key `position(i)`, the diagonal; causality and the window are distances from it."""
 
 from __future__ import annotations
 
@@ -21,10 +20,9 @@ _OUTSIDE_QUERY, _OUTSIDE_KEY = -1, -2  # tokens after the last document: two ids
 def mask_floor(dtype: torch.dtype) -> float:
     """Values of an additive mask at or below this mean "not attended", as `-inf` does.
 
-    Libraries write such a mask with `-inf`, `finfo.min` or `-1e9`. None of them leaves a trace in the softmax of a row that has
-    another key, but a row of nothing else would lose its log-sum to rounding (float32 near -1e9 steps by 64), and its gradient with it.
-    float16 cannot hold -1e8: there its most negative value is the floor.
-    """
+    Libraries write such a mask with `-inf`, `finfo.min` or `-1e9`. None of them leaves a trace in the softmax of a
+    row that has another key, but a row of nothing else would lose its log-sum to rounding (float32 near -1e9 steps by
+    64), and its gradient with it. float16 cannot hold -1e8: there its most negative value is the floor."""
     return max(-1e8, torch.finfo(dtype).min)
 
 
@@ -114,8 +112,8 @@ class Problem:
 class AttentionBackend(Protocol):
     """An implementation of `attention`, as the registry loads it. Modules satisfy it.
 
-    The forward and the backward of one call may come from two back ends: nothing but `out` and `lse` passes between them.
-    """
+    The forward and the backward of one call may come from two back ends: nothing but `out` and `lse` passes between
+    them."""
 
     def forward(self, problem: Problem, order: str) -> tuple[Tensor, Tensor]:
         """(out `[B, Sq, Hq, Dv]` in memory `order`, lse `[B, Hq, Sq]` contiguous)."""
@@ -132,8 +130,8 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor | None, ...]:
         """The gradients of q, k, v and the sinks, None where `needs` says so.
 
-        `into` names tensors for dq, dk and dv to be written to, of any strides with last stride 1: the parts of one packed dqkv.
-        """
+        `into` names tensors for dq, dk and dv to be written to, of any strides with last stride 1: the parts of one
+        packed dqkv."""
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -154,7 +152,7 @@ def resolve(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Visibility:
-    """Resolve the arguments of `attention` (docs/attention.md), which the caller has checked. -1 is an unlimited window."""
+    """Resolve checked arguments of `attention` (docs/attention.md). -1 is an unlimited window."""
     left = None if window_left < 0 else window_left
     right = None if window_right < 0 else window_right
     if causal != "none":

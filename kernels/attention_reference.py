@@ -1,7 +1,7 @@
-"""`attention` in plain ATen operations, forward and backward: any device, float64 included. The S x S scores are materialised.
+"""`attention` in plain ATen operations, forward and backward: any device, float64 included.
 
-Arithmetic is float32 (float64 for float64 inputs) with one rounding, at the end. The backward is written out rather than left to
-autograd, so that it can stand behind the operator's own backward:
+The S x S scores are materialised. Arithmetic is float32 (float64 for float64 inputs) with one rounding, at the end.
+The backward is written out rather than left to autograd, so that it can stand behind the operator's own backward:
 
     s = cap tanh(scale q.k / cap) + mask        p = exp(s - lse)        out = p v
     ds = p (grad_out.v - delta),                delta = sum_d grad_out out - grad_lse

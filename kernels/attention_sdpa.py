@@ -1,4 +1,4 @@
-"""`attention` by PyTorch's own cuDNN kernels, where they compute the same thing (`attention_kernels._sdpa_supports`)."""
+"""`attention` by PyTorch's cuDNN kernels, where they compute the same (`attention_kernels._sdpa_supports`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _aten = torch.ops.aten
 
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
-    """(out, lse); see `AttentionBackend`. cuDNN gives out the memory order of q: it is copied if `order` is the other one."""
+    """(out, lse); see `AttentionBackend`. cuDNN gives out the memory order of q; the other order costs a copy."""
     result = _aten._scaled_dot_product_cudnn_attention(
         problem.q.transpose(1, 2),
         problem.k.transpose(1, 2),

@@ -1,4 +1,4 @@
-"""Flash attention in Triton, forward and backward, for every GPU from sm_80 on: the launchers. See `AttentionBackend` for the contract."""
+"""Flash attention in Triton for every GPU from sm_80 on: the launchers. `AttentionBackend` is the contract."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def backward(
     needs: Sequence[bool],
     into: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and the sinks: one kernel for delta, one for dq, one for dk and dv; those not needed are not launched."""
+    """The gradients of q, k, v and the sinks: kernels for delta, dq, and dk with dv, launched where needed."""
     problem = _aligned_problem(problem)
     q, k, v = problem.q, problem.k, problem.v
     batch, rows, heads, _ = q.shape
@@ -76,7 +76,9 @@ def backward(
     dq, dk, dv = problem.gradients(needs, into)
     for name, given in zip(("dq", "dk", "dv"), (dq, dk, dv), strict=True):
         if given is not None and not _is_aligned(given):
-            raise ValueError(f"into: {name} has strides {list(given.stride())}; its rows must start at multiples of 16 bytes.")
+            raise ValueError(
+                f"into: {name} has strides {list(given.stride())}; its rows must start at multiples of 16 bytes."
+            )
     sight = _Sight(problem)
     with _on(q):
         delta = _delta(problem, grad_out, grad_lse, out)
@@ -144,7 +146,7 @@ def backward(
 
 
 class _Sight:
-    """`Visibility` as kernel arguments. A tensor that is absent is stood in for by q; its `HAS_` constant keeps it from being read."""
+    """`Visibility` as kernel arguments. q stands in for an absent tensor; a `HAS_` constant keeps it unread."""
 
     def __init__(self, problem: Problem) -> None:
         seen, q = problem.seen, problem.q
@@ -265,11 +267,12 @@ def _aligned_problem(problem: Problem) -> Problem:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """`x`, or a copy of it if its rows do not start at multiples of 16 bytes or its lanes are apart (the expanded gradient of a sum).
+    """`x`, or a copy of it if its rows do not start at multiples of 16 bytes or its lanes are apart (the expanded
+    gradient of a sum).
 
-    Rows that are not aligned are loaded lane by lane, each with its own address in a register. That is slow, and on sm_90 such a kernel
-    read wrong addresses (head_dim 40 and 24, Triton 3.6.0, seen on an H100): `_triton_supports` wants head_dim a multiple of 8.
-    """
+    Rows that are not aligned are loaded lane by lane, each with its own address in a register. That is slow, and on
+    sm_90 such a kernel read wrong addresses (head_dim 40 and 24, Triton 3.6.0, seen on an H100): `_triton_supports`
+    wants head_dim a multiple of 8."""
     return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 

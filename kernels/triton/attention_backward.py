@@ -7,9 +7,10 @@
                                            s' = k q'  p' = exp2(...)   dv += p' grad_out
                                            ds' = p' (v grad_out' - delta)   dk += ds' q
 
-Seven matrix products where one pass with atomic dq would do five: the price of determinism, and of no float32 dq in memory.
-The dk/dv pass computes the transposed scores as a product (k q'), never as a transposed accumulator: on Hopper, Triton 3.4 to 3.7.0
-miscompiles a transposed result fed to the next product (fla-org/flash-linear-attention issue 640).
+Seven matrix products where one pass with atomic dq would do five: the price of determinism, and of no float32 dq in
+memory. The dk/dv pass computes the transposed scores as a product (k q'), never as a transposed accumulator: on
+Hopper, Triton 3.4 to 3.7.0 miscompiles a transposed result fed to the next product (fla-org/flash-linear-attention
+issue 640).
 
 A row that sees no key has lse = -inf and is read as +inf: every p of it is 0, and so is its gradient.
 """
@@ -56,7 +57,9 @@ def attention_delta(
     row64 = row.to(tl.int64)
     out_ptrs = out + (batch * out_batch_stride + head * out_head_stride + row64[:, None] * out_row_stride) * ALIGN
     out_ptrs = out_ptrs + lane[None, :]
-    grad_ptrs = grad_out + (batch * grad_batch_stride + head * grad_head_stride + row64[:, None] * grad_row_stride) * ALIGN
+    grad_ptrs = (
+        grad_out + (batch * grad_batch_stride + head * grad_head_stride + row64[:, None] * grad_row_stride) * ALIGN
+    )
     grad_ptrs = grad_ptrs + lane[None, :]
     product = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     product *= tl.load(grad_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -247,7 +250,9 @@ def attention_dq(
     q_base = q + (batch * q_batch_stride + head * q_head_stride + first64 * q_row_stride) * ALIGN
     queries = tl.load(q_base + in_tile[:, None] * (q_row_stride * ALIGN) + lane_d[None, :], mask=q_inside, other=0.0)
     grad_base = grad_out + (batch * grad_batch_stride + head * grad_head_stride + first64 * grad_row_stride) * ALIGN
-    grads = tl.load(grad_base + in_tile[:, None] * (grad_row_stride * ALIGN) + lane_v[None, :], mask=v_inside, other=0.0)
+    grads = tl.load(
+        grad_base + in_tile[:, None] * (grad_row_stride * ALIGN) + lane_v[None, :], mask=v_inside, other=0.0
+    )
     statistics = head_of_batch.to(tl.int64) * num_rows + row
     row_lse = tl.load(lse + statistics, mask=row < num_rows, other=float("inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)
@@ -361,7 +366,7 @@ def _accumulate_dkdv(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the query tiles [begin, end) of one head to dk (without the factor `scale`) and dv. Scores are [keys, queries] here."""
+    """Add the query tiles [begin, end) of one head to dk (without the factor `scale`) and dv, transposed."""
     lane_d = tl.arange(0, BLOCK_D)
     lane_v = tl.arange(0, BLOCK_V)
     in_tile = tl.arange(0, BLOCK_M)

@@ -1,9 +1,8 @@
 """What the attention kernels share: which keys a tile may see, which tiles to visit, and the softcap.
 
-Scores are kept in units of log2 (multiplied by log2 e), so that every exponential is one `exp2`.
-All helpers broadcast: a tile of scores is [queries, keys] in the forward and in the dq pass, [keys, queries] in the dk/dv pass,
-and `row`, `key`, `facing`, `q_segment`, `k_segment` come as a column or as a row accordingly.
-"""
+Scores are kept in units of log2 (multiplied by log2 e), so that every exponential is one `exp2`. All helpers
+broadcast: a tile of scores is [queries, keys] in the forward and in the dq pass, [keys, queries] in the dk/dv pass,
+and `row`, `key`, `facing`, `q_segment`, `k_segment` come as a column or as a row accordingly."""
 
 from __future__ import annotations
 
@@ -94,12 +93,11 @@ def block_range(
     HAS_RANGES: tl.constexpr,
     ALL_MASKED: tl.constexpr,
 ):
-    """(begin, full_begin, full_end, end): the blocks of the other side that the own block starting at token `first` meets.
+    """(begin, full_begin, full_end, end): the other side's blocks that the own block from token `first` on meets.
 
-    Own token `t` faces other token `t + offset` and sees from `before` tokens before that to `after` tokens after it. Blocks in
-    [full_begin, full_end) are seen whole by every own token: no mask is needed there. `ranges` are four such numbers per own block,
-    for what only the data knows (segments, masks); both are intersected.
-    """
+    Own token `t` faces other token `t + offset` and sees from `before` tokens before that to `after` tokens after it.
+    Blocks in [full_begin, full_end) are seen whole by every own token: no mask is needed there. `ranges` are four
+    such numbers per own block, for what only the data knows (segments, masks); both are intersected."""
     begin, end = 0, tl.cdiv(num_other, OTHER)
     full_begin, full_end = 0, num_other // OTHER
     lowest = first + offset

@@ -1,16 +1,15 @@
-"""Flash attention, forward: one program a tile of BLOCK_M queries of one head, online softmax over tiles of BLOCK_N keys.
+"""Flash attention, forward: a program takes BLOCK_M queries of a head and walks over tiles of BLOCK_N keys.
 
     for each visited key tile:   s = scale log2e q.k       m' = max(m, rowmax s)      p = exp2(s - m')
                                  l = l exp2(m - m') + rowsum p      acc = acc exp2(m - m') + p v        m = m'
     out = acc / l                lse = m ln2 + ln l
 
-Memory traffic of a head, in elements: reads Sq D + (Sq / BLOCK_M) Sk (D + Dv) seen / Sk from the L2 (once from memory while the keys of
-the heads in flight fit there), writes Sq Dv + Sq float32. Nothing of size Sq x Sk exists.
+Memory traffic of a head, in elements: reads Sq D + (Sq / BLOCK_M) Sk (D + Dv) seen / Sk from the L2 (once from memory
+while the keys of the heads in flight fit there), writes Sq Dv + Sq float32. Nothing of size Sq x Sk exists.
 
-A sink is a key of logit `sink` with a zero value row: the running maximum starts there and the sum at 1.
-A row that sees no key: l = 0, out = 0, lse = -inf.
-(Dao, FlashAttention-2, arXiv 2307.08691; the base-2 softmax and the split into masked and unmasked tiles are standard since.)
-"""
+A sink is a key of logit `sink` with a zero value row: the running maximum starts there and the sum at 1. A row that
+sees no key: l = 0, out = 0, lse = -inf. (Dao, FlashAttention-2, arXiv 2307.08691; the base-2 softmax and the split
+into masked and unmasked tiles are standard since.)"""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def _attend(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The online softmax over key tiles [begin, end). `MASKED`: some key of a tile may be unseen, or lie past the end."""
+    """The online softmax over key tiles [begin, end). `MASKED`: a key may be unseen, or lie past the end."""
     lane_d = tl.arange(0, BLOCK_D)
     lane_v = tl.arange(0, BLOCK_V)
     in_tile = tl.arange(0, BLOCK_N)
@@ -288,7 +287,5 @@ def attention_forward(
     row_lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(tl.where(empty, 1.0, row_sum)))
     out_ptrs = out + (batch * out_batch_stride + head * out_head_stride + first.to(tl.int64) * out_row_stride) * ALIGN
     out_ptrs = out_ptrs + in_tile[:, None] * (out_row_stride * ALIGN) + lane_v[None, :]
-    tl.store(
-        out_ptrs, acc.to(out.dtype.element_ty), mask=(row[:, None] < num_rows) & (lane_v[None, :] < VALUE_DIM)
-    )
+    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=(row[:, None] < num_rows) & (lane_v[None, :] < VALUE_DIM))
     tl.store(lse + head_of_batch.to(tl.int64) * num_rows + row, row_lse, mask=row < num_rows)

@@ -1,10 +1,10 @@
-"""Which tiles to visit where only the data knows: packed documents, explicit masks, documents of unequal query and key lengths.
+"""Which tiles to visit where only the data knows: packed documents, explicit masks.
 
-One program a block of own tokens walks over the blocks of the other side and writes four block numbers,
-(begin, full_begin, full_end, end): every seen pair lies in [begin, end), and every pair of [full_begin, full_end) is seen.
+One program a block of own tokens walks over the blocks of the other side and writes four block numbers, (begin,
+full_begin, full_end, end): every seen pair lies in [begin, end), and every pair of [full_begin, full_end) is seen.
 Tiles whose segments cannot meet are passed over by their smallest and largest segment; segments need not be sorted.
-It reads the tokens' segments Sq Sk / BLOCK times (from the L2), and a mask once: a small part of the attention that follows.
-"""
+It reads the tokens' segments Sq Sk / BLOCK times (from the L2), and a mask once: a small part of the attention that
+follows."""
 
 from __future__ import annotations
 
@@ -61,10 +61,13 @@ def attention_ranges(
 
     begin, end = num_other, 0  # as "none yet": begin is past every block
     full_begin, full_end = num_other, 0
-    for block in range(0, tl.cdiv(num_other, OTHER)):
+    for block in range(tl.cdiv(num_other, OTHER)):
         other = block * OTHER + tl.arange(0, OTHER)
         other_segment = segment(
-            q_segments_base if OWN_ARE_KEYS else k_segments_base, tl.minimum(other, num_other - 1), num_other, HAS_SEGMENTS
+            q_segments_base if OWN_ARE_KEYS else k_segments_base,
+            tl.minimum(other, num_other - 1),
+            num_other,
+            HAS_SEGMENTS,
         )
         possible = True
         if HAS_SEGMENTS:

@@ -1,4 +1,7 @@
-"""Tile shapes of the attention kernels, as data: per pass, architecture and head_dim. `benchmarks/attention.py --tiles` measures them."""
+"""Tile shapes of the attention kernels, as data: per pass, architecture and head_dim.
+
+`benchmarks/tune_attention.py` times them. The rows of sm_90 were measured on an H100 (bfloat16, 4 x 4096 tokens); the
+others are guesses that fit the shared memory."""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ class Tile:
 
 PASSES = ("forward", "dq", "dkdv")
 
-# Per pass and architecture: (largest head_dim, tile), ascending. An architecture not listed uses the next lower one's row.
-# 80: 163 KiB of shared memory a program; 86: 99 KiB (also sm_89 and sm_120); 90: 227 KiB (also sm_100).
+# Per pass and architecture: (largest head_dim, tile), ascending. An architecture not listed uses the next lower one's
+# row. 80: 163 KiB of shared memory a program; 86: 99 KiB (also sm_89 and sm_120); 90: 227 KiB (also sm_100).
 TILES: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
     ("forward", 90): ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 3))),
     ("forward", 80): ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 32, 4, 2))),
@@ -34,7 +37,11 @@ TILES: dict[tuple[str, int], tuple[tuple[int, Tile], ...]] = {
 }
 
 # float32 takes twice the space and runs as three TF32 products: small tiles everywhere.
-FLOAT32_TILES: tuple[tuple[int, Tile], ...] = ((64, Tile(64, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
+FLOAT32_TILES: tuple[tuple[int, Tile], ...] = (
+    (64, Tile(64, 32, 4, 1)),
+    (128, Tile(32, 32, 4, 1)),
+    (256, Tile(16, 16, 4, 1)),
+)
 
 
 def choose_tile(name: str, architecture: int, head_dim: int, dtype: torch.dtype) -> Tile:

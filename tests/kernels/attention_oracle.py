@@ -1,4 +1,5 @@
-"""Attention written as an eager model writes it, independently of `kernels/`: the oracle in float64, the yardstick in the tested dtype."""
+"""Attention as an eager model writes it, independently of `kernels/`: the oracle in float64, the yardstick in the
+dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Conditions = Mapping[str, "Tensor | int | float | str"]
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and conditions of one call. `conditions` makes the keyword arguments of `attention` from a seeded generator."""
+    """Sizes and conditions of one call. `conditions` makes keyword arguments of `attention` from a seeded generator."""
 
     batch: int = 2
     queries: int = 37
@@ -50,7 +51,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Error:
-    """How far a value is from the oracle: the norm of the difference, of the oracle, and of as many entries of size 1."""
+    """How far a value is from the oracle: norms of the difference, of the oracle, and of as many ones."""
 
     difference: float
     size: float
@@ -75,7 +76,8 @@ class Results:
         return errors
 
     def assert_no_worse(self, eager: Results, oracle: Results, saturated: bool = False) -> None:
-        """Every value at least as near to the oracle as eager's in the same dtype, up to `SLACK` and a floor of a rounding."""
+        """Every value at least as near to the oracle as eager's in the same dtype, up to `SLACK` and a floor of a
+        rounding."""
         dtype = self.values["out"].dtype
         eps = torch.finfo(dtype).eps
         allowed = eager.error(oracle)
@@ -83,16 +85,17 @@ class Results:
             # Eager may be luckier than one rounding of the result, above all in few results.
             floor = (eps if error.ones <= 16 else 8 * eps if dtype == torch.float32 else eps / 16) * error.size
             if saturated or error.size < 1e-6 * error.ones:
-                # One key takes all of the softmax and dq is the difference of two equal numbers. delta, one of them, comes from the
-                # rounded `out` (as in every flash attention): eps of it stays. In float32 the stored lse is large, and so its rounding.
+                # One key takes all of the softmax and dq is the difference of two equal numbers. delta, one of them,
+                # comes from the rounded `out` (as in every flash attention): eps of it stays. In float32 the stored
+                # lse is large, and so its rounding.
                 floor = (32 if dtype == torch.float32 else 1) * eps * error.ones
             limit = max(SLACK[dtype] * allowed[name].difference, floor)
             assert error.difference <= limit, (name, error, allowed[name])
 
 
-# Eager rounds scores and probabilities to the dtype, we only the probabilities: in half precision we are nearer to float64
-# everywhere, up to how the roundings fall. In float32 the exponent passes through base 2 and through the stored lse: a few more
-# roundings of 6e-8 each.
+# Eager rounds scores and probabilities to the dtype, we only the probabilities: in half precision we are nearer to
+# float64 everywhere, up to how the roundings fall. In float32 the exponent passes through base 2 and through the
+# stored lse: a few more roundings of 6e-8 each.
 SLACK = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 4.0}
 
 
@@ -214,7 +217,7 @@ def visible(q: Tensor, k: Tensor, **conditions: object) -> Tensor:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Every buffer that PyTorch allocates starts as NaN (integers: their largest value), so that reading or leaving it shows."""
+    """Every buffer that PyTorch allocates starts as NaN (integers: their largest value)."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1).isnan().item()

@@ -1,4 +1,4 @@
-"""What only a GPU can show: cuDNN behind the operator, races, determinism, very large tensors and grids (`pytest -m gpu`)."""
+"""What only a GPU can show: cuDNN behind the operator, races, determinism, very large tensors and grids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_sdpa(head_dim: int, heads: int, kv_heads: int, causal: str, device: tor
     inputs = make_inputs(case, BF16, device)
     with torch.no_grad():  # the forward of cuDNN and the backward of Triton fit together, and the other way round
         crossed = attention(inputs.q, inputs.k, inputs.v, causal=causal, backend="triton")[1]
-        assert torch.allclose(crossed, attention(inputs.q, inputs.k, inputs.v, causal=causal, backend="sdpa")[1], atol=1e-4)
+        assert torch.allclose(
+            crossed, attention(inputs.q, inputs.k, inputs.v, causal=causal, backend="sdpa")[1], atol=1e-4
+        )
     run_operator(inputs, BF16, "sdpa").assert_no_worse(run_eager(inputs, BF16), run_eager(inputs, torch.float64))
 
 
@@ -46,7 +48,7 @@ def test_same_bits_in_every_run(head_dim: int, device: torch.device) -> None:
 
 
 def test_integers_are_exact(device: torch.device) -> None:
-    """Equal scores average small integers over a power of two of keys: no rounding anywhere (triton 9433, 11781: corrupted registers)."""
+    """Equal scores average small integers over 2^n keys: no rounding anywhere (triton 9433: corrupted registers)."""
     tokens, heads, head_dim = 256, 8, 128
     k = torch.zeros(2, tokens, heads, head_dim, device=device, dtype=BF16)
     q = torch.randint(-4, 5, k.shape, device=device).to(BF16)
@@ -66,7 +68,8 @@ def test_70000_heads_in_a_batch(device: torch.device) -> None:
 
 
 def test_more_than_2_31_elements(device: torch.device) -> None:
-    """q, k and v as parts of one buffer whose last tokens lie past 2^31 elements (flash-attention 1500, 2611; fla 1080)."""
+    """q, k and v as parts of one buffer whose last tokens lie past 2^31 elements (flash-attention 1500, 2611; fla
+    1080)."""
     tokens, width = 1100, 2_000_000
     buffer = torch.empty(1, tokens, width, device=device, dtype=BF16)
     parts = [buffer[:, :, i * 1000 : i * 1000 + 256].unflatten(2, (4, 64)) for i in range(3)]
@@ -102,7 +105,7 @@ def test_back_to_back_launches_and_streams(device: torch.device) -> None:
 
 def test_auto_takes_a_faster_kernel_than_triton_where_there_is_one(device: torch.device) -> None:
     q = torch.randn(1, 256, 4, 64, device=device, dtype=BF16)
-    shapes, dtypes = {name: tuple(q.shape) for name in "qkv"}, {name: q.dtype for name in "qkv"}
+    shapes, dtypes = {name: tuple(q.shape) for name in "qkv"}, dict.fromkeys("qkv", q.dtype)
     chosen = registry.choose(registry.Request("attention", q.device, dtypes, shapes, {"causal": "top_left"})).kernel
     assert chosen is not None
     assert (chosen.name in ("hopper", "sdpa")) == (torch.cuda.get_device_capability()[0] in (9, 10))
@@ -118,7 +121,5 @@ def test_compiled(dynamic: bool, device: torch.device) -> None:
     )
     eager = attention(*leaves, causal="top_left", backend="triton")[0] * 2
     grads = torch.autograd.grad(eager, leaves, inputs.grad_out)
-    for actual, expected in zip(
-        torch.autograd.grad(compiled(*leaves), leaves, inputs.grad_out), grads, strict=True
-    ):
+    for actual, expected in zip(torch.autograd.grad(compiled(*leaves), leaves, inputs.grad_out), grads, strict=True):
         assert torch.equal(actual, expected)

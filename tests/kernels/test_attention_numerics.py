@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
 from attention_oracle import Case, Conditions, make_inputs, poisoned_memory, run_eager, run_operator
+from torch import Tensor
 
 
 def options(**values: int | float | str):
@@ -21,7 +20,10 @@ def random_mask(*shape: int, dtype: torch.dtype = torch.bool, **values: int | fl
         if dtype == torch.bool:
             return {"mask": torch.rand(shape, generator=generator) > 0.4, **values}
         mask = torch.randn(shape, generator=generator)
-        return {"mask": mask.masked_fill(torch.rand(shape, generator=generator) > 0.7, float("-inf")).to(dtype), **values}
+        return {
+            "mask": mask.masked_fill(torch.rand(shape, generator=generator) > 0.7, float("-inf")).to(dtype),
+            **values,
+        }
 
     return make
 
@@ -29,7 +31,10 @@ def random_mask(*shape: int, dtype: torch.dtype = torch.bool, **values: int | fl
 def least_value_mask(generator: torch.Generator, case: Case) -> Conditions:
     """Padding as Hugging Face's eager path writes it."""
     padding = torch.rand(case.batch, 1, 1, case.keys, generator=generator) > 0.6
-    return {"mask": torch.zeros(padding.shape).masked_fill(padding, torch.finfo(torch.float32).min), "causal": "top_left"}
+    return {
+        "mask": torch.zeros(padding.shape).masked_fill(padding, torch.finfo(torch.float32).min),
+        "causal": "top_left",
+    }
 
 
 def segments(ordered: bool, apart: bool = False, **values: int | float | str):
@@ -99,7 +104,9 @@ VALUES = {
     "sinks_rows_see_nothing": Case(keys=20, sinks=True, conditions=options(causal="bottom_right")),
     "lse_gradient": Case(lse_gradient=True, conditions=options(causal="bottom_right")),
     "lse_gradient_rows_see_nothing": Case(keys=20, lse_gradient=True, conditions=options(causal="bottom_right")),
-    "large_logits": Case(queries=64 + 17, keys=64 + 17, logits=-30, conditions=options(causal="top_left")),  # pytorch 196678
+    "large_logits": Case(
+        queries=64 + 17, keys=64 + 17, logits=-30, conditions=options(causal="top_left")
+    ),  # pytorch 196678
     "one_query": Case(queries=1, logits=-100, conditions=options(causal="bottom_right")),  # cudnn-frontend 1072
     "one": Case(queries=1, keys=1),  # 334
     "two": Case(queries=2, keys=2, conditions=options(causal="top_left")),
@@ -107,7 +114,9 @@ VALUES = {
 }
 
 HEADS = {
-    f"heads_{heads}_{kv_heads}": Case(heads=heads, kv_heads=kv_heads, queries=17, keys=17, conditions=options(causal="top_left"))
+    f"heads_{heads}_{kv_heads}": Case(
+        heads=heads, kv_heads=kv_heads, queries=17, keys=17, conditions=options(causal="top_left")
+    )
     for heads, kv_heads in ((1, 1), (3, 3), (7, 1), (8, 2))  # NSA 27, ColossalAI 6428
 } | {
     f"head_dim_{head_dim}_{value_dim}": Case(
@@ -165,7 +174,10 @@ def test_triton_interpreted(name: str, small_tiles: None) -> None:
 # Every case in bfloat16; the other dtypes share all of the code but the products.
 HARDWARE = [(name, torch.bfloat16) for name in CASES]
 HARDWARE += [(name, torch.float16) for name in ("full", "bias", "softcap_30", "head_dim_128_128")]
-HARDWARE += [(name, torch.float32) for name in ("causal", "bias", "softcap_50", "sinks_window", "head_dim_80_80", "head_dim_256_256")]
+HARDWARE += [
+    (name, torch.float32)
+    for name in ("causal", "bias", "softcap_50", "sinks_window", "head_dim_80_80", "head_dim_256_256")
+]
 
 
 @pytest.mark.gpu
@@ -175,7 +187,9 @@ def test_triton(name: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["full", "causal", "window_bottom_right", "mask_per_batch", "segments", "documents_unequal"])
+@pytest.mark.parametrize(
+    "name", ["full", "causal", "window_bottom_right", "mask_per_batch", "segments", "documents_unequal"]
+)
 def test_triton_many_tiles(name: str, device: torch.device) -> None:
     """The same conditions over lengths of several tiles of the real sizes."""
     small = CASES[name]

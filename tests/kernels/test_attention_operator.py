@@ -1,4 +1,4 @@
-"""The operator around the kernels: edge rows, strides, gradients into given tensors, schema, errors, choice of the kernel."""
+"""The operator around the kernels: edge rows, strides, schema, errors, choice of the kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gradients(output: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(output, leaves, torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
 
 
-# --- rows that see nothing -------------------------------------------------------------------------------------------
+# --- rows that see nothing ---
 
 
 def test_a_row_that_sees_no_key_is_zero_and_has_no_gradient(backend: str) -> None:
@@ -70,7 +70,8 @@ def test_every_way_to_write_not_seen_gives_the_same_bits(value: float, backend: 
 
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
 def test_zero_sizes(batch: int, queries: int, keys: int, backend: str) -> None:
-    """pytorch 166318; flash-attention 2562, 1713; dK and dV of no queries are 0 and not what memory held (ROCm 2421)."""
+    """pytorch 166318; flash-attention 2562, 1713; dK and dV of no queries are 0 and not what memory held (ROCm
+    2421)."""
     q, k, v = (torch.randn(batch, n, 2, 16, requires_grad=True) for n in (queries, keys, keys))
     with poisoned_memory():
         out, lse = attention(q, k, v, causal="bottom_right", backend=backend)
@@ -83,14 +84,17 @@ def test_zero_sizes(batch: int, queries: int, keys: int, backend: str) -> None:
     assert not dv.any()
 
 
-# --- documents ---------------------------------------------------------------------------------------------------------
+# --- documents ---
 
 
 def test_packed_documents_equal_the_documents_apart(backend: str) -> None:
     q, k, v = (torch.randn(1, 40, h, 16, requires_grad=True) for h in (4, 2, 2))
     cu = torch.tensor([0, 13, 40])
     ids = torch.bucketize(torch.arange(40), cu[1:], right=True)[None]
-    apart = [attention(*(x[:, a:b] for x in (q, k, v)), causal="top_left", backend=backend)[0] for a, b in ((0, 13), (13, 40))]
+    apart = [
+        attention(*(x[:, a:b] for x in (q, k, v)), causal="top_left", backend=backend)[0]
+        for a, b in ((0, 13), (13, 40))
+    ]
     expected = torch.cat(apart, 1)
     wanted = gradients(expected, q, k, v)
     for packed in ({"cu_seqlens_q": cu}, {"q_segment_ids": ids}):
@@ -124,7 +128,8 @@ def visited(own: int, other: int, own_are_keys: bool, conditions: dict[str, Any]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 @pytest.mark.parametrize("own_are_keys", [False, True])
 def test_only_tiles_of_the_own_document_are_visited(own_are_keys: bool) -> None:
-    """Documents of 16, 24 and 24 tokens, tiles of 8: each block walks its own document, and no tile of it needs a mask."""
+    """Documents of 16, 24 and 24 tokens, tiles of 8: each block walks its own document, and no tile of it needs a
+    mask."""
     ids = torch.tensor([[0] * 16 + [1] * 24 + [2] * 24])
     begins = [0] * 2 + [2] * 3 + [5] * 3
     ends = [2] * 2 + [5] * 3 + [8] * 3
@@ -139,7 +144,7 @@ def test_an_explicit_causal_mask_costs_half_the_square() -> None:
     assert visited(8, 16, True, {"mask": mask}) == [[i // 2, i // 2 + 1, 4, 4] for i in range(8)]
 
 
-# --- strides -------------------------------------------------------------------------------------------------------------
+# --- strides ---
 
 
 def test_views_of_one_packed_buffer_and_gradients_into_one(backend: str) -> None:
@@ -166,7 +171,8 @@ def test_views_of_one_packed_buffer_and_gradients_into_one(backend: str) -> None
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
 def test_any_strides_of_inputs_and_gradients(order: str, backend: str) -> None:
-    """q, k and v each strided otherwise (FlagAttention 45); gradients transposed, sliced and expanded (flash-attention 355)."""
+    """q, k and v each strided otherwise (FlagAttention 45); gradients transposed, sliced and expanded
+    (flash-attention 355)."""
     q = torch.randn(2, 4, 20, 16).transpose(1, 2).requires_grad_()
     k = torch.randn(20, 2, 2, 16).transpose(0, 1).requires_grad_()
     v = torch.randn(2, 20, 2, 32)[..., :16].requires_grad_()
@@ -201,7 +207,7 @@ def test_same_bits_in_every_run(backend: str) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# --- PyTorch's view of it ----------------------------------------------------------------------------------------------------
+# --- PyTorch's view of it ---
 
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
@@ -276,7 +282,9 @@ def wrong(**changes: Any) -> tuple[dict[str, Any], str]:
         wrong(k_segment_ids=torch.zeros(2, 6, dtype=torch.int64), match="k_segment_ids is given without"),
         wrong(cu_seqlens_q=torch.tensor([0, 6]), match="pack the documents into a batch of 1"),
         wrong(cu_seqlens_k=torch.tensor([0, 6]), match="cu_seqlens_k is given without"),
-        wrong(causal="lower_right", match="causal is 'lower_right'; it takes one of 'none', 'top_left', 'bottom_right'"),
+        wrong(
+            causal="lower_right", match="causal is 'lower_right'; it takes one of 'none', 'top_left', 'bottom_right'"
+        ),
         wrong(window_left=-2, match="window_left is -2"),
         wrong(softcap=-1.0, match="softcap is -1.0"),
         wrong(out_order="sbhd", match="out_order is 'sbhd'"),
@@ -284,17 +292,23 @@ def wrong(**changes: Any) -> tuple[dict[str, Any], str]:
     ],
 )
 def test_wrong_arguments_name_the_argument(changes: dict[str, Any], match: str) -> None:
-    arguments: dict[str, Any] = {"q": torch.randn(2, 6, 4, 16), "k": torch.randn(2, 6, 2, 16), "v": torch.randn(2, 6, 2, 16)}
+    arguments: dict[str, Any] = {
+        "q": torch.randn(2, 6, 4, 16),
+        "k": torch.randn(2, 6, 2, 16),
+        "v": torch.randn(2, 6, 2, 16),
+    }
     with pytest.raises((ValueError, TypeError), match=match):
         attention(**(arguments | changes))
 
 
-# --- choice of the kernel ---------------------------------------------------------------------------------------------
+# --- choice of the kernel ---
 
 
-def request_of(tokens: int | None = 256, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **more: Any) -> registry.Request:
-    shapes = {name: (2, tokens, 8, head_dim) for name in "qkv"}
-    dtypes = dict.fromkeys("qkv", dtype) | {name: torch.float32 for name in more.pop("tensors", ())}
+def request_of(
+    tokens: int | None = 256, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> registry.Request:
+    shapes = dict.fromkeys("qkv", (2, tokens, 8, head_dim))
+    dtypes = dict.fromkeys("qkv", dtype) | dict.fromkeys(more.pop("tensors", ()), torch.float32)
     return registry.Request("attention", torch.device("cuda"), dtypes, shapes, more)
 
 
