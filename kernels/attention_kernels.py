@@ -61,7 +61,8 @@ def _sdpa_supports(request: Request) -> str | None:
     """Only what cuDNN computes exactly as `attention` defines it, away from its known faults.
 
     Ragged tiles are refused: with a length that is not a multiple of 128 cuDNN has scored padded keys 0 instead of
-    -inf (pytorch issue 196678)."""
+    -inf (pytorch issue 196678).
+    """
     if request.device.type != "cuda":
         return f"it runs on CUDA tensors, and these are on {request.device.type}."
     for name in ("mask", "sinks", "q_segment_ids", "cu_seqlens_q"):

@@ -68,7 +68,8 @@ def attention(
     `q` is [B, Sq, Hq, D], `k` [B, Sk, Hkv, D], `v` [B, Sk, Hkv, Dv]; Hq is a multiple of Hkv. Returns out [B, Sq, Hq,
     Dv] in q's dtype and lse [B, Hq, Sq], float32 (float64 for float64), in natural units. A row that sees no key
     gives 0, lse = -inf and no gradient. Differentiable once, in q, k, v and sinks, through out and lse. See
-    `docs/attention.md` for every argument."""
+    `docs/attention.md` for every argument.
+    """
     return cast(
         tuple[Tensor, Tensor],
         torch.ops.fusion_pass.attention(

@@ -1,7 +1,8 @@
 """One call of `attention`, resolved: what a back end is given, and which keys a query may see.
 
 Causality, a window, packed documents and an explicit mask are independent conditions; a key is seen when all of them
-hold. Query `i` faces key `position(i)`, the diagonal; causality and the window are distances from it."""
+hold. Query `i` faces key `position(i)`, the diagonal; causality and the window are distances from it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def mask_floor(dtype: torch.dtype) -> float:
 
     Libraries write such a mask with `-inf`, `finfo.min` or `-1e9`. None of them leaves a trace in the softmax of a
     row that has another key, but a row of nothing else would lose its log-sum to rounding (float32 near -1e9 steps by
-    64), and its gradient with it. float16 cannot hold -1e8: there its most negative value is the floor."""
+    64), and its gradient with it. float16 cannot hold -1e8: there its most negative value is the floor.
+    """
     return max(-1e8, torch.finfo(dtype).min)
 
 
@@ -113,7 +115,8 @@ class AttentionBackend(Protocol):
     """An implementation of `attention`, as the registry loads it. Modules satisfy it.
 
     The forward and the backward of one call may come from two back ends: nothing but `out` and `lse` passes between
-    them."""
+    them.
+    """
 
     def forward(self, problem: Problem, order: str) -> tuple[Tensor, Tensor]:
         """(out `[B, Sq, Hq, Dv]` in memory `order`, lse `[B, Hq, Sq]` contiguous)."""
@@ -131,7 +134,8 @@ class AttentionBackend(Protocol):
         """The gradients of q, k, v and the sinks, None where `needs` says so.
 
         `into` names tensors for dq, dk and dv to be written to, of any strides with last stride 1: the parts of one
-        packed dqkv."""
+        packed dqkv.
+        """
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:

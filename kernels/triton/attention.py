@@ -272,7 +272,8 @@ def _aligned(x: Tensor) -> Tensor:
 
     Rows that are not aligned are loaded lane by lane, each with its own address in a register. That is slow, and on
     sm_90 such a kernel read wrong addresses (head_dim 40 and 24, Triton 3.6.0, seen on an H100): `_triton_supports`
-    wants head_dim a multiple of 8."""
+    wants head_dim a multiple of 8.
+    """
     return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -2,7 +2,8 @@
 
 Scores are kept in units of log2 (multiplied by log2 e), so that every exponential is one `exp2`. All helpers
 broadcast: a tile of scores is [queries, keys] in the forward and in the dq pass, [keys, queries] in the dk/dv pass,
-and `row`, `key`, `facing`, `q_segment`, `k_segment` come as a column or as a row accordingly."""
+and `row`, `key`, `facing`, `q_segment`, `k_segment` come as a column or as a row accordingly.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def block_range(
 
     Own token `t` faces other token `t + offset` and sees from `before` tokens before that to `after` tokens after it.
     Blocks in [full_begin, full_end) are seen whole by every own token: no mask is needed there. `ranges` are four
-    such numbers per own block, for what only the data knows (segments, masks); both are intersected."""
+    such numbers per own block, for what only the data knows (segments, masks); both are intersected.
+    """
     begin, end = 0, tl.cdiv(num_other, OTHER)
     full_begin, full_end = 0, num_other // OTHER
     lowest = first + offset

@@ -9,7 +9,8 @@ while the keys of the heads in flight fit there), writes Sq Dv + Sq float32. Not
 
 A sink is a key of logit `sink` with a zero value row: the running maximum starts there and the sum at 1. A row that
 sees no key: l = 0, out = 0, lse = -inf. (Dao, FlashAttention-2, arXiv 2307.08691; the base-2 softmax and the split
-into masked and unmasked tiles are standard since.)"""
+into masked and unmasked tiles are standard since.)
+"""
 
 from __future__ import annotations
 

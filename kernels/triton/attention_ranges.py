@@ -4,7 +4,8 @@ One program a block of own tokens walks over the blocks of the other side and wr
 full_begin, full_end, end): every seen pair lies in [begin, end), and every pair of [full_begin, full_end) is seen.
 Tiles whose segments cannot meet are passed over by their smallest and largest segment; segments need not be sorted.
 It reads the tokens' segments Sq Sk / BLOCK times (from the L2), and a mask once: a small part of the attention that
-follows."""
+follows.
+"""
 
 from __future__ import annotations
 

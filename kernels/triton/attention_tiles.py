@@ -1,7 +1,8 @@
 """Tile shapes of the attention kernels, as data: per pass, architecture and head_dim.
 
 `benchmarks/tune_attention.py` times them. The rows of sm_90 were measured on an H100 (bfloat16, 4 x 4096 tokens); the
-others are guesses that fit the shared memory."""
+others are guesses that fit the shared memory.
+"""
 
 from __future__ import annotations
 

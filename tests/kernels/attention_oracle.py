@@ -1,5 +1,6 @@
 """Attention as an eager model writes it, independently of `kernels/`: the oracle in float64, the yardstick in the
-dtype."""
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class Results:
 
     def assert_no_worse(self, eager: Results, oracle: Results, saturated: bool = False) -> None:
         """Every value at least as near to the oracle as eager's in the same dtype, up to `SLACK` and a floor of a
-        rounding."""
+        rounding.
+        """
         dtype = self.values["out"].dtype
         eps = torch.finfo(dtype).eps
         allowed = eager.error(oracle)

@@ -69,7 +69,8 @@ def test_70000_heads_in_a_batch(device: torch.device) -> None:
 
 def test_more_than_2_31_elements(device: torch.device) -> None:
     """q, k and v as parts of one buffer whose last tokens lie past 2^31 elements (flash-attention 1500, 2611; fla
-    1080)."""
+    1080).
+    """
     tokens, width = 1100, 2_000_000
     buffer = torch.empty(1, tokens, width, device=device, dtype=BF16)
     parts = [buffer[:, :, i * 1000 : i * 1000 + 256].unflatten(2, (4, 64)) for i in range(3)]

@@ -71,7 +71,8 @@ def test_every_way_to_write_not_seen_gives_the_same_bits(value: float, backend: 
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
 def test_zero_sizes(batch: int, queries: int, keys: int, backend: str) -> None:
     """pytorch 166318; flash-attention 2562, 1713; dK and dV of no queries are 0 and not what memory held (ROCm
-    2421)."""
+    2421).
+    """
     q, k, v = (torch.randn(batch, n, 2, 16, requires_grad=True) for n in (queries, keys, keys))
     with poisoned_memory():
         out, lse = attention(q, k, v, causal="bottom_right", backend=backend)
@@ -129,7 +130,8 @@ def visited(own: int, other: int, own_are_keys: bool, conditions: dict[str, Any]
 @pytest.mark.parametrize("own_are_keys", [False, True])
 def test_only_tiles_of_the_own_document_are_visited(own_are_keys: bool) -> None:
     """Documents of 16, 24 and 24 tokens, tiles of 8: each block walks its own document, and no tile of it needs a
-    mask."""
+    mask.
+    """
     ids = torch.tensor([[0] * 16 + [1] * 24 + [2] * 24])
     begins = [0] * 2 + [2] * 3 + [5] * 3
     ends = [2] * 2 + [5] * 3 + [8] * 3
@@ -172,7 +174,8 @@ def test_views_of_one_packed_buffer_and_gradients_into_one(backend: str) -> None
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
 def test_any_strides_of_inputs_and_gradients(order: str, backend: str) -> None:
     """q, k and v each strided otherwise (FlagAttention 45); gradients transposed, sliced and expanded
-    (flash-attention 355)."""
+    (flash-attention 355).
+    """
     q = torch.randn(2, 4, 20, 16).transpose(1, 2).requires_grad_()
     k = torch.randn(20, 2, 2, 16).transpose(0, 1).requires_grad_()
     v = torch.randn(2, 20, 2, 32)[..., :16].requires_grad_()
