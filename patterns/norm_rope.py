@@ -23,6 +23,7 @@ from .consumers import Use, use_of
 from .facts import Refused
 from .layout import result_steps
 from .pairing import Pair, difference, same_scalar, same_tables
+from .qkv import Packed, packed
 from .reading import Reading, read, roots, transferred
 
 
@@ -120,17 +121,48 @@ def _belong_together(effects: Effects, a: tuple[Reading, Use | None], b: tuple[R
 def _site(effects: Effects, group: Pair | Reading | Refusal) -> Site | Refusal:
     if isinstance(group, Refusal):
         return group
+    if isinstance(group, Pair):
+        site = _packed_site(effects, group)
+        if site is not None:
+            return site
     parts = [group.q, group.k] if isinstance(group, Pair) else [group]
-    anchor = max((p.end for p in parts), key=effects.order.__getitem__)
-    region = frozenset().union(*(p.region for p in parts))
     call = _pair_call(group) if isinstance(group, Pair) else _single_call(group)
-    anchor = max(region, key=effects.order.__getitem__)
-    try:
-        _check_memory(effects, call, region, anchor)
-    except Refused as refused:
-        return Refusal(call.name, layer_of(anchor), anchor, str(refused))
+    region = frozenset().union(*(p.region for p in parts))
     outputs = tuple(Output(p.end, index, result_steps(list(p.names))) for index, p in enumerate(parts))
-    return Site(call.name, layer_of(parts[0].end), call, outputs, region, anchor)
+    try:
+        return _checked(effects, call, outputs, region)
+    except Refused as refused:
+        return Refusal(call.name, layer_of(parts[0].end), parts[0].end, str(refused))
+
+
+def _packed_site(effects: Effects, pair: Pair) -> Site | None:
+    """The packed form of `pair`, if it has one and can be called in time for the first reader of v."""
+    form = packed(effects, pair)
+    if form is None:
+        return None
+    region = form.region | pair.q.region | pair.k.region
+    outputs = (
+        Output(pair.q.end, 0, result_steps(list(pair.q.names))),
+        Output(pair.k.end, 1, result_steps(list(pair.k.names))),
+        form.value,
+    )
+    call = _packed_call(pair, form)
+    replaced = {o.node for o in outputs}
+    readers = [effects.order[u] for n in replaced for u in n.users if u not in region and u not in replaced]
+    operands = [effects.order[o.node] for o in call.tensors.values() if o is not None]
+    if readers and min(readers) < max(operands):
+        return None
+    try:
+        _check_private(region, list(replaced))
+        return _checked(effects, call, outputs, region)
+    except Refused:
+        return None
+
+
+def _checked(effects: Effects, call: Call, outputs: tuple[Output, ...], region: frozenset[fx.Node]) -> Site:
+    anchor = max(region, key=effects.order.__getitem__)
+    _check_memory(effects, call, region, anchor)
+    return Site(call.name, layer_of(outputs[0].node), call, outputs, region, anchor)
 
 
 def _check_private(region: frozenset[fx.Node], ends: Sequence[fx.Node]) -> None:
@@ -157,6 +189,18 @@ def _pair_call(pair: Pair) -> Call:
     if q.norm is not None and k.norm is not None:
         tensors |= {"q_weight": q.norm.weight, "k_weight": k.norm.weight, "q_bias": q.norm.bias, "k_bias": k.norm.bias}
     return Call("qk_norm_rope", tensors, {**_norm_options(q), **_options(q)})
+
+
+def _packed_call(pair: Pair, form: Packed) -> Call:
+    call = _pair_call(pair)
+    tensors = {name: operand for name, operand in call.tensors.items() if name not in ("q", "k")}
+    shape: dict[str, Literal | fx.Node] = {
+        "num_heads": form.num_heads,
+        "num_kv_heads": form.num_kv_heads,
+        "head_dim": pair.q.head_dim,
+        "packing": form.packing,
+    }
+    return Call("qkv_norm_rope", {"qkv": Operand(form.qkv), **tensors}, {**shape, **call.options})
 
 
 def _single_call(reading: Reading) -> Call:

@@ -305,11 +305,15 @@ def _trigonometry(root: Evaluator, node: fx.Node) -> set[str]:
 
 def _norm_before(root: Evaluator, rotation: Rotation) -> Norm | None:
     end = rotation.start
-    if _joins(end):
+
+    def one_tensor(node: fx.Node) -> bool:
+        # Joint attention concatenates streams that were normalised each on its own, or rotates some of the normalised tokens:
+        # a norm is not looked for behind either.
+        return modelled(node) and not root.opaque(node)
+
+    if root.opaque(end) or not any(operation(node) in _REDUCTIONS for node in [end, *upstream(root.effects, end, one_tensor)]):
         return None
-    if not any(operation(node) in _REDUCTIONS for node in [end, *upstream(root.effects, end, _one_tensor)]):
-        return None
-    norm = _first_norm(root, end)
+    norm = _first_norm(root, end, one_tensor)
     if norm is None:
         raise Refused(
             "The rotated tensor is normalised before, but not provably by RMSNorm or LayerNorm over the lanes of one head or of all heads."
@@ -317,20 +321,11 @@ def _norm_before(root: Evaluator, rotation: Rotation) -> Norm | None:
     return norm
 
 
-def _joins(node: fx.Node) -> bool:
-    return operation(node) in ("cat", "stack")
-
-
-def _one_tensor(node: fx.Node) -> bool:
-    """Joint attention concatenates streams that were normalised each on its own: a norm is not looked for behind that."""
-    return modelled(node) and not _joins(node)
-
-
-def _first_norm(root: Evaluator, end: fx.Node) -> Norm | None:
+def _first_norm(root: Evaluator, end: fx.Node, through: Callable[[fx.Node], bool]) -> Norm | None:
     tensor = fake_tensor(end)
     assert tensor is not None
     total = product(sizes(tensor))
-    for start in upstream(root.effects, end, _one_tensor):
+    for start in upstream(root.effects, end, through):
         candidate = fake_tensor(start)
         if candidate is None or not candidate.is_floating_point() or candidate.dim() < 2 or product(sizes(candidate)) != total:
             continue

@@ -53,6 +53,11 @@ class Evaluator:
         """What `at` sees when it reads `node`."""
         return self._version(node, self.effects.last_write(node, at))
 
+    def opaque(self, node: fx.Node) -> bool:
+        """Whether `node` is a source: what it is computed from is not seen through it."""
+        value = self.value(node)
+        return not isinstance(value, Value) or any(source.key == (node, None) for source in value.axes)
+
     def sealed(self, node: fx.Node, at: fx.Node) -> Any:
         """What `at` sees when it reads `node`, with only the last axis as lanes (see `lanes.seal`)."""
         value = self.read(node, at)
