@@ -180,9 +180,9 @@ def split_packed(qkv: Tensor, num_heads: int, num_kv_heads: int, packing: str) -
     head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     if packing == "grouped":
         group = num_heads // num_kv_heads
-        rows = qkv.unflatten(-1, (num_kv_heads, group + 2, head_dim))
+        rows = qkv.unflatten(-1, (num_kv_heads, group + 2, head_dim))  # type: ignore[no-untyped-call]
         return rows[:, :, :, :group], rows[:, :, :, group], rows[:, :, :, group + 1]
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, head_dim))
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, head_dim))  # type: ignore[no-untyped-call]
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
     return q, k, v
 
@@ -513,8 +513,8 @@ def _register(
             lambda *args, **kwargs: grad_plan(*args, **kwargs).fake(),
         ),
     ):
-        library.define(op + SCHEMAS[op], tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(op, real, "CompositeExplicitAutograd")
+        library.define(op + SCHEMAS[op], tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        library.impl(op, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"{NAMESPACE}::{op}", abstract, lib=library)
 
     backward_op = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward").default
@@ -551,7 +551,7 @@ def _register(
     torch.library.register_autograd(qualified_backward, no_double_backward, lib=library)
 
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _register(_library, "qkv_norm_rope", _qkv_plan, _qkv_grad_plan, Differentiable(inputs=1, parameters=4))
 _register(_library, "qk_norm_rope", _qk_plan, _qk_grad_plan, Differentiable(inputs=2, parameters=4))
 _register(_library, "norm_rope", _plan, _grad_plan, Differentiable(inputs=1, parameters=2))

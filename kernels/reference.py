@@ -114,8 +114,8 @@ def select_tables(tables: Tables, options: Options, batch: int, sequence: int) -
         # Advanced indexing wraps negative positions around; a position outside the table is an error here.
         if index.device.type == "cpu" and index.numel() and (index.min() < 0 or index.max() >= tables.cos.shape[0]):
             raise IndexError(
-                f"positions go from {int(index.min())} to {int(index.max())}, but the table has {tables.cos.shape[0]} rows; "
-                "build a longer table or correct the positions."
+                f"positions go from {int(index.min())} to {int(index.max())}, but the table has "
+                f"{tables.cos.shape[0]} rows; build a longer table or correct the positions."
             )
         cos, sin = tables.cos[index], tables.sin[index]
     if not mrope:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from functools import lru_cache
 
 import torch
 
@@ -13,9 +14,14 @@ from ..registry import NORM_ROPE_OPS, Kernel, Request
 
 def available() -> str | None:
     """None, or why Triton kernels cannot run on this machine."""
+    return _available(interpreted())
+
+
+@lru_cache
+def _available(in_interpreter: bool) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed."
-    if interpreted():
+    if in_interpreter:
         return None
     if not torch.cuda.is_available():
         return "there is no CUDA device (and TRITON_INTERPRET is not set)."

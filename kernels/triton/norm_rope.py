@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..options import Options
 from ..streams import Copy, Gradients, GradStream, Stream, Tables, arithmetic_dtype
 from .norm_rope_kernels import backward_kernel, forward_kernel, reduce_kernel
-from .norm_rope_tiles import PROGRAMS_PER_SM, backward_tiles, forward_tiles, next_power_of_2
+from .norm_rope_tiles import backward_tiles, forward_tiles, next_power_of_2, programs_per_multiprocessor
 
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 _INT32_MAX = 2**31 - 1
@@ -112,7 +113,9 @@ def backward(
         outputs.append(torch.empty_like(stream.weight) if stream.needs_weight and stream.weight is not None else None)
         outputs.append(torch.empty_like(stream.bias) if stream.needs_bias and stream.bias is not None else None)
     sizes = [0 if out is None else out.numel() for out in outputs] + [0] * (4 - len(outputs))
-    programs = min(total, PROGRAMS_PER_SM * _multiprocessors(q.grad.device)) if any(sizes) else total
+    programs = (
+        min(total, programs_per_multiprocessor(tiles.warps) * _multiprocessors(q.grad.device)) if any(sizes) else total
+    )
     device = q.grad.device
     partial = torch.empty((programs, sum(sizes)), dtype=acc, device=device) if any(sizes) else None
     dcos = dsin = None
@@ -344,6 +347,7 @@ def _common_power_of_2(strides: Iterable[int]) -> int:
     return bits & -bits
 
 
+@lru_cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1  # the interpreter

@@ -2,8 +2,8 @@
 
 Data flow and memory traffic, for T tokens, Hq + Hk heads of D lanes, e bytes an element, tables of t bytes a token:
 
-    forward    one program = one tile of BT tokens x BH heads of q, of k, or of v (copied). Head tiles of the same tokens
-               are neighbours in the grid: all but the first find the tables in the L2.
+    forward    one program = one tile of BT tokens x BH heads of q, of k, or of v (copied). Head tiles of the same
+               tokens are neighbours in the grid: all but the first find the tables in the L2.
                bytes = T (2 (Hq + Hk) D e + t), and 2 T Hv D e where v is copied
     backward   persistent programs walk over blocks of tokens; a program takes all heads of its tokens and loads the
                next head tile before it stores this one. x is read again and its norm recomputed: nothing is saved.

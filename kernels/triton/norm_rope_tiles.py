@@ -1,6 +1,6 @@
 """Tile sizes of the norm + rotation kernels, as data.
 
-Measured on an H100 (see `benchmarks/norm_rope.py`): a forward tile wants about 32 elements a thread in one-shot
+Measured on an H100 (see `benchmarks/tune_norm_rope.py`): a forward tile wants about 16 elements a thread in one-shot
 programs of one or two warps, a backward tile about 8 elements a thread in four warps of persistent programs. A tile
 holds several heads, because a token's tables are read once a tile.
 """
@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORWARD_ELEMENTS = 2048
-"""Elements of a forward tile with two warps (BT x BH x padded head_dim)."""
+"""Elements of a forward tile (BT x BH x padded head_dim); twice as many where k has fewer heads than fill it."""
 BACKWARD_ELEMENTS = 1024
-"""Elements of a backward tile with four warps."""
-PROGRAMS_PER_SM = 5
-"""Persistent backward programs on each multiprocessor."""
+"""Elements of a backward tile."""
+BACKWARD_HEADS = 2
+"""Heads in a backward tile."""
+RESIDENT_WARPS = 16
+"""Warps of persistent backward programs on each multiprocessor."""
 MAX_HEADS = 8
 """Heads in a tile, at most, where a norm does not need them all."""
 
@@ -47,37 +49,47 @@ def _previous_power_of_2(n: int) -> int:
     return 1 << (max(n, 1).bit_length() - 1)
 
 
-def _tiles(
-    q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool, elements: int, elements_a_thread: int
-) -> Tiles:
-    head_lanes = next_power_of_2(head_lanes)
-    k = next_power_of_2(max(k_heads, 1))
-    v = heads_per_tile(max(k_heads, 1), MAX_HEADS)
-    if all_heads:
-        q, tokens = next_power_of_2(q_heads), 1
-    else:
-        q = heads_per_tile(q_heads, MAX_HEADS)
-        k = v
-        if k_heads:
-            q = min(q, k)
-        tokens = min(_previous_power_of_2(elements // (q * head_lanes)), next_power_of_2(max(sequence, 1)))
-    warps = _previous_power_of_2(tokens * q * head_lanes // (32 * elements_a_thread))
-    return Tiles(tokens, q, k, v, min(warps, 16))
-
-
 def forward_tiles(
     q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool, heavy: bool = False
 ) -> Tiles:
-    """Tiles of the forward. `head_lanes`: head_dim, padded. `all_heads`: a tile holds all heads of a token. `heavy`:
-    there are biases."""
-    return _tiles(q_heads, k_heads, head_lanes, sequence, all_heads, FORWARD_ELEMENTS, 16 if heavy else 32)
+    """Tiles of the forward. `head_lanes`: head_dim, padded. `all_heads`: a tile holds all heads of a token.
+
+    `heavy`: there are biases, which take registers.
+    """
+    q, k, v = _heads(q_heads, k_heads, all_heads, MAX_HEADS)
+    larger = k < q and k_heads > 0
+    elements = 2 * FORWARD_ELEMENTS if larger else FORWARD_ELEMENTS
+    a_thread = 32 if (larger or all_heads) and not heavy else 16
+    return _tiles(q, k, v, head_lanes, sequence, 1 if all_heads else elements, a_thread)
 
 
 def backward_tiles(
     q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool, heavy: bool = False
 ) -> Tiles:
     """Tiles of the backward; see `forward_tiles`. `heavy`: gradients of biases or tables are accumulated, too."""
-    a_thread = 16 if all_heads else 8
-    return _tiles(
-        q_heads, k_heads, head_lanes, sequence, all_heads, BACKWARD_ELEMENTS, a_thread // 2 if heavy else a_thread
-    )
+    q, k, v = _heads(q_heads, k_heads, all_heads, BACKWARD_HEADS)
+    return _tiles(q, k, v, head_lanes, sequence, 1 if all_heads else BACKWARD_ELEMENTS, 4 if heavy else 8)
+
+
+def programs_per_multiprocessor(warps: int) -> int:
+    """Persistent backward programs on each multiprocessor: what fits at once, so that none waits for another to end."""
+    return max(RESIDENT_WARPS // warps, 2)
+
+
+def _heads(q_heads: int, k_heads: int, all_heads: bool, limit: int) -> tuple[int, int, int]:
+    k_heads = max(k_heads, 1)
+    if all_heads:
+        return next_power_of_2(q_heads), next_power_of_2(k_heads), heads_per_tile(k_heads, limit)
+    k = heads_per_tile(k_heads, limit)
+    return heads_per_tile(q_heads, limit), k, k
+
+
+def _tiles(q: int, k: int, v: int, head_lanes: int, sequence: int, elements: int, elements_a_thread: int) -> Tiles:
+    head_lanes = next_power_of_2(head_lanes)
+    tokens = _previous_power_of_2(min(elements // (q * head_lanes), next_power_of_2(max(sequence, 1))))
+    warps = _previous_power_of_2(tokens * q * head_lanes // (32 * elements_a_thread))
+    return Tiles(tokens, q, k, v, min(warps, 16))
+
+
+def _previous_power_of_2(n: int) -> int:
+    return 1 << (max(n, 1).bit_length() - 1)

@@ -21,8 +21,7 @@ def poisoned_memory() -> Iterator[None]:
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
     return float(
-        torch.linalg.vector_norm(value.detach().cpu().double() - exact.detach())
-        / torch.linalg.vector_norm(exact.detach())
+        torch.linalg.vector_norm(value.detach().double() - exact.detach()) / torch.linalg.vector_norm(exact.detach())
     )
 
 
@@ -32,7 +31,7 @@ def gradients(results: tuple[Tensor, ...], upstream: list[Tensor], inputs: list[
 
 def check(case: Case, backend: str, device: torch.device) -> None:
     inputs = make_inputs(case, device)
-    exact_inputs = inputs.to(torch.float64)
+    exact_inputs = inputs.to(torch.float64, str(device))
     exact = model(case, exact_inputs)
     eager = model(case, inputs)
     ours = call(case, inputs, backend)
