@@ -1,8 +1,8 @@
 """The pattern of attention: calls of `scaled_dot_product_attention` and attention written out become one `attention`.
 
 Matches     `F.scaled_dot_product_attention` in all argument forms, and what `softmax_attention.py` reads.
-Requires    q, k, v of rank 3 or 4; no dropout; masks that can be proved or passed on (`mask.py`); nothing written to
-            the memory that the call reads between its use in the model and the call.
+Requires    q, k, v of rank 3 or 4; no dropout; masks that can be proved or passed on (`mask.py`); no write to what the
+            call reads between its use in the model and the call.
 Becomes     `attention(q, k, v, ...)` on `[B, S, H, D]`: repeated key heads are folded into groups (`heads.py`), a transpose
             of the result to `[B, S, H, D]` is part of the site.
 """
@@ -18,11 +18,11 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site, Step
-from fusion_pass.graph.vocabulary import fake, fake_tensor, layer_of, operation, sizes
+from fusion_pass.graph.vocabulary import fake_tensor, layer_of, operation, sizes
 
 from . import softmax_attention
 from .facts import Refused
-from .heads import Heads, Scalar, fold, keeps_everything, moved_axes
+from .heads import Heads, fold, keeps_everything, moved_axes, number
 from .index_reading import IndexReader
 from .mask import Frame, MaskRefused, MaskTerm, Meaning, SeenKeys, prove
 from .softmax_attention import check_no_dropout
@@ -37,7 +37,7 @@ class Attention:
     q: Heads
     k: Heads
     v: Heads
-    scale: Scalar | None
+    scale: float | None
     """None: one over the square root of head_dim."""
     cap: float
     masks: tuple[MaskTerm, ...]
@@ -104,12 +104,14 @@ def _read_sdpa(effects: Effects, node: fx.Node) -> Attention | None:
             raise Refused("attn_mask and is_causal are both given, which scaled_dot_product_attention does not take.")
         boolean = cast(torch.Tensor, fake_tensor(mask)).dtype == torch.bool
         masks = (MaskTerm(mask, node, Meaning.SEEN if boolean else Meaning.ADDED),)
+    if scale is not None and number(scale) is None:
+        raise Refused(f"The scale {scale} is known only at run time.")
     order = (0, 2, 1, 3) if ranks == {4} else (0, 1, None, 2)
     return Attention(
         q=Heads(cast(fx.Node, q), order),
         k=Heads(cast(fx.Node, k), order),
         v=Heads(cast(fx.Node, v), order),
-        scale=_scale(scale),
+        scale=number(scale),
         cap=0.0,
         masks=masks,
         is_causal=causal,
@@ -122,28 +124,16 @@ def _read_sdpa(effects: Effects, node: fx.Node) -> Attention | None:
     )
 
 
-def _scale(value: object) -> Scalar | None:
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return None if value is None else float(value)
-    if isinstance(value, fx.Node) and isinstance(fake(value), torch.SymFloat | float):
-        return value
-    raise Refused(f"The scale is {value}, which is no number.")
-
-
 def _read_written(effects: Effects, node: fx.Node) -> Attention | None:
     written = softmax_attention.read(effects, node)
     if written is None:
         return None
     scores = written.scores
-    scale: Scalar = scores.inner
-    if scores.cap is not None:
-        assert isinstance(scale, float)
-        scale = scale * scores.cap
     return Attention(
         scores.q,
         scores.k,
         written.v,
-        scale=scale,
+        scale=scores.inner if scores.cap is None else scores.inner * scores.cap,
         cap=scores.cap or 0.0,
         masks=scores.masks,
         is_causal=False,
@@ -196,11 +186,10 @@ def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> 
     return Site("attention", layer_of(attention.result), call, (output,), region, anchor)
 
 
-def _options(attention: Attention, factor: float, seen: SeenKeys, out_order: str) -> dict[str, Literal | fx.Node]:
+def _options(attention: Attention, factor: float, seen: SeenKeys, out_order: str) -> dict[str, Literal]:
     scale = attention.scale
     if factor != 1.0:
-        head_dim = cast(torch.Tensor, fake_tensor(attention.q.node)).shape[attention.q.order[3]]
-        scale = factor * (float(head_dim) ** -0.5 if scale is None else cast(float, scale))
+        scale = factor * (_head_dim(attention) ** -0.5 if scale is None else scale)
     return {
         "scale": scale,
         "causal": seen.causal,
@@ -209,6 +198,10 @@ def _options(attention: Attention, factor: float, seen: SeenKeys, out_order: str
         "softcap": attention.cap,
         "out_order": out_order,
     }
+
+
+def _head_dim(attention: Attention) -> Any:
+    return _shape(attention.q.node)[attention.q.order[3]]
 
 
 def _frame(attention: Attention) -> Frame:
@@ -232,7 +225,7 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
 def _folded(effects: Effects, attention: Attention, anchor: fx.Node) -> tuple[Heads, Heads, Heads]:
     """q, k, v read as far upstream as is exact. The heads of k and v are folded together or not at all."""
     q, k, v = attention.q, attention.k, attention.v
-    factors = attention.scale is None or isinstance(attention.scale, float)
+    factors = attention.scale is not None or isinstance(_head_dim(attention), int)
     far_q = fold(effects, q, attention.scores, anchor, scaled=factors)
     far_k = fold(effects, k, attention.scores, anchor, scaled=factors)
     far_v = fold(effects, v, attention.values, anchor)

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast
+from typing import cast
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand, Step
-from fusion_pass.graph.vocabulary import fake_tensor, operation, sizes
-
-Scalar: TypeAlias = float | fx.Node
-"""A number, or the node of a dynamic graph that computes it."""
+from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, sizes
 
 
 @dataclass(frozen=True)
@@ -248,19 +246,30 @@ def _multiplied(heads: Heads) -> Heads | None:
 
 
 def number_times(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """(x, c) for `c * x`, `x / c` with a number c."""
+    """(x, c) for `c * x`, `x / c` with a known number c."""
     name = operation(node)
     if name not in ("mul", "div") or len(node.args) != 2 or node.kwargs:
         return None
     x, c = node.args
-    if name == "mul" and isinstance(c, fx.Node):
+    if name == "mul" and fake_tensor(x) is None:
         x, c = c, x
-    if (
-        not isinstance(x, fx.Node)
-        or fake_tensor(x) is None
-        or isinstance(c, bool)
-        or not isinstance(c, int | float)
-        or c == 0
-    ):
+    factor = number(c)
+    if not isinstance(x, fx.Node) or fake_tensor(x) is None or not factor:
         return None
-    return x, float(c) if name == "mul" else 1.0 / c
+    return x, factor if name == "mul" else 1.0 / factor
+
+
+def number(value: object) -> float | None:
+    """`value` as a number, None if it is none.
+
+    With dynamic shapes Dynamo makes floats of the model graph inputs. Such a number becomes its present value, guarded:
+    another one compiles again.
+    """
+    if isinstance(value, fx.Node):
+        value = fake(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat):
+        return None
+    try:
+        return float(value)
+    except GuardOnDataDependentSymNode:
+        return None

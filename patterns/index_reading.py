@@ -30,6 +30,7 @@ from fusion_pass.graph.vocabulary import (
 )
 
 from . import index_terms as terms
+from .heads import number
 from .index_terms import Element, Entry, Formula, Linear, Number, Select, Unknown, Unreadable
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -106,8 +107,9 @@ class IndexReader:
             return terms.Truth(value)
         if isinstance(value, int | torch.SymInt):
             return terms.constant(size(value))
-        if isinstance(value, float):
-            return Number(value)
+        known = number(value)
+        if known is not None:
+            return Number(known)
         raise Unreadable("an argument is neither a tensor nor a known number")
 
 

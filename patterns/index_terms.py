@@ -193,28 +193,25 @@ def is_zero(a: Linear) -> Formula:
         return Truth(a.constant == 0)
     if not a.terms:
         return IsZero(a)
-    leading = min(a.terms, key=lambda pair: _order(pair[0]))
+    leading = min(a.terms, key=lambda pair: order(pair[0]))
     return IsZero(a if leading[1] > 0 else times(a, -1))
 
 
-def _order(term: Atom) -> str:
-    """A text that orders atoms, the same for equal ones."""
-
-    def of(linear: Linear) -> str:
-        return (
-            " ".join(sorted(f"{coefficient}{_order(inner)}" for inner, coefficient in linear.terms))
-            + f" {linear.constant}"
-        )
-
-    match term:
+def order(part: Atom | Linear | IsZero) -> str:
+    """A text to sort by, the same for equal parts."""
+    match part:
+        case IsZero(linear):
+            return order(linear)
+        case Linear(terms, value):
+            return " ".join(sorted(f"{coefficient} {order(term)}" for term, coefficient in terms)) + f" {value}"
         case Axis(number):
             return f"axis {number}"
         case Entry(node, version, index):
-            return f"entry {node} {version} {[of(i) for i in index]}"
+            return f"entry {node} {version} {[order(i) for i in index]}"
         case Quotient(numerator, divisor):
-            return f"quotient {of(numerator)} {divisor}"
+            return f"quotient {order(numerator)} {divisor}"
         case Magnitude(argument):
-            return f"magnitude {of(argument)}"
+            return f"magnitude {order(argument)}"
 
 
 def negation(formula: Formula) -> Formula:

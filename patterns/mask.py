@@ -50,7 +50,7 @@ class Meaning(Enum):
 
 @dataclass(frozen=True)
 class MaskTerm:
-    """One mask: `reader` applies `node` to the scores. `factor`: what the masked scores are multiplied by afterwards."""
+    """One mask: `reader` applies `node` to the scores. `factor`: what the masked scores are multiplied by later."""
 
     node: fx.Node
     reader: fx.Node
@@ -60,7 +60,7 @@ class MaskTerm:
 
 @dataclass(frozen=True)
 class Frame:
-    """The scores, `[batch, heads, queries, keys]`; without an axis of heads, `heads` is None."""
+    """The scores, `[batch, heads, queries, keys]`; `heads` is None if there is no such axis."""
 
     batch: Size
     heads: Size | None
@@ -173,17 +173,19 @@ class _Proof:
 
     def _segments(self, facts: dict[Formula, Formula]) -> tuple[Operand | None, Operand | None, Formula | None]:
         """Segment ids of queries and keys, and the condition they stand for."""
-        for part in facts:
-            if isinstance(part, IsZero):
-                sides = self._direct_sides(part.linear) or self._computed_sides(part)
+        equalities = sorted((part for part in facts if isinstance(part, IsZero)), key=terms.order)
+        for find in (self._direct_sides, self._computed_sides):
+            for part in equalities:
+                sides = find(part)
                 if sides is not None:
                     q, k = sides
                     same = q == k and self.frame.queries == self.frame.keys
                     return q, None if same else k, part
         return None, None, None
 
-    def _direct_sides(self, linear: Linear) -> tuple[Operand, Operand] | None:
+    def _direct_sides(self, part: IsZero) -> tuple[Operand, Operand] | None:
         """The sides of `entry(b, i) - entry(b, j) == 0`, read in the tensors they are entries of."""
+        linear = part.linear
         if linear.constant != 0 or len(linear.terms) != 2:
             return None
         (first, a), (second, b) = linear.terms
@@ -216,7 +218,7 @@ class _Proof:
             return Operand(entry.node, (*steps, Step("unsqueeze", (0,))))
         return Operand(entry.node, tuple(steps)) if kept == [self.frame.batch_axis, token] else None
 
-    def _computed_sides(self, part: Formula) -> tuple[Operand, Operand] | None:
+    def _computed_sides(self, part: IsZero) -> tuple[Operand, Operand] | None:
         """The sides of `f(b, i) == g(b, j)` as the arguments of the comparison that computes it."""
         for node in self._cone():
             if operation(node) != "eq" or len(node.args) != 2 or self._at_anchor(node) != part:
@@ -269,7 +271,7 @@ class _Proof:
 
     def _explicit(self, masks: Sequence[MaskTerm], rest: frozenset[Formula], whole: frozenset[Formula]) -> Operand:
         """The smallest tensor that holds at least `rest` and at most `whole`."""
-        best: tuple[tuple[bool, ...], Operand] | None = None
+        best: tuple[tuple[int, ...], Operand] | None = None
         for node, meaning in self._candidates():
             formula = self._formula(node, self.anchor, meaning, 1.0)
             if formula is None:
@@ -279,7 +281,7 @@ class _Proof:
                 continue
             shape = sizes(cast(torch.Tensor, fake_tensor(node)))
             extends = tuple(len(shape) >= number and shape[len(shape) - number] != 1 for number in (2, 3, 4, 1))
-            cost = (*extends, meaning is Meaning.ADDED, meaning is Meaning.HIDDEN)
+            cost = (*extends, meaning is Meaning.ADDED, meaning is Meaning.HIDDEN, len(held))
             if best is None or cost < best[0]:
                 best = cost, self._operand(node, meaning is Meaning.HIDDEN)
         if best is None:

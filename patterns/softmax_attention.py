@@ -12,6 +12,7 @@ Becomes     `scale`, `softcap`, `sinks` and the masks of `attention`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -20,11 +21,11 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand
-from fusion_pass.graph.vocabulary import fake, fake_tensor, in_place, operation, sizes
+from fusion_pass.graph.vocabulary import fake_tensor, in_place, operation, sizes
 from fusion_pass.kernels.attention_problem import mask_floor
 
 from .facts import Refused
-from .heads import Heads, Scalar
+from .heads import Heads, number, number_times
 from .mask import MaskTerm, Meaning
 
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
@@ -42,7 +43,7 @@ class Scores:
     q: Heads
     k: Heads
     product: fx.Node
-    inner: Scalar = 1.0
+    inner: float = 1.0
     """The factor of q.k, below the soft cap."""
     cap: float | None = None
     masks: tuple[MaskTerm, ...] = ()
@@ -157,15 +158,13 @@ class _Parser:
         if node.op not in ("call_function", "call_method") or self._depth > _MAX_STEPS or fake_tensor(node) is None:
             return None
         name = _name(node)
-        rule = getattr(self, f"_{name}", None) if name in _RULES else None
-        if name in _CASTS:
-            rule = self._cast
+        rule = _RULES.get(name)
         if rule is None:
             self.blocker = node
             return None
         self._depth += 1
         try:
-            return cast("Scores | None", rule(node))
+            return rule(self, node)
         finally:
             self._depth -= 1
 
@@ -216,40 +215,16 @@ class _Parser:
         scores = self._of(node.args[0], node)
         return scores and scores.through(node)
 
-    def _mul(self, node: fx.Node) -> Scores | None:
-        if len(node.args) != 2 or node.kwargs:
-            return None
-        x, c = node.args
-        if not isinstance(x, fx.Node) or fake_tensor(x) is None:
-            x, c = c, x
-        return self._scaled(node, x, c, inverse=False)
-
-    def _div(self, node: fx.Node) -> Scores | None:
-        return (
-            self._scaled(node, node.args[0], node.args[1], inverse=True)
-            if len(node.args) == 2 and not node.kwargs
-            else None
-        )
-
-    def _scaled(self, node: fx.Node, x: object, c: object, inverse: bool) -> Scores | None:
-        scores = self._of(x, node)
-        if scores is None or scores.sinks is not None:
-            return None
-        if isinstance(c, fx.Node) and isinstance(fake(c), torch.SymFloat | float):
-            if inverse or scores.inner != 1.0 or scores.cap is not None or scores.masks:
-                self.blocker = node
-                return None
-            return replace(scores, inner=c).through(node)
-        if isinstance(c, bool) or not isinstance(c, int | float) or c <= 0:
+    def _scaled(self, node: fx.Node) -> Scores | None:
+        taken = number_times(node)
+        scores = self._of(taken[0], node) if taken is not None else None
+        if scores is None or taken is None or taken[1] <= 0 or scores.sinks is not None:
             self.blocker = node
             return None
-        factor = 1.0 / c if inverse else float(c)
+        factor = taken[1]
         masks = tuple(replace(mask, factor=mask.factor * factor) for mask in scores.masks)
         if scores.cap is not None:
             return replace(scores, cap=scores.cap * factor, masks=masks).through(node)
-        if not isinstance(scores.inner, float):
-            self.blocker = node
-            return None
         return replace(scores, inner=scores.inner * factor, masks=masks).through(node)
 
     def _tanh(self, node: fx.Node) -> Scores | None:
@@ -322,7 +297,20 @@ class _Parser:
         return replace(scores, sinks=sinks).through(node)
 
 
-_RULES = frozenset("matmul baddbmm einsum mul div tanh add masked_fill where sub cat".split())
+_RULES: dict[str, Callable[[_Parser, fx.Node], Scores | None]] = {
+    "matmul": _Parser._matmul,
+    "baddbmm": _Parser._baddbmm,
+    "einsum": _Parser._einsum,
+    **dict.fromkeys(_CASTS, _Parser._cast),
+    "mul": _Parser._scaled,
+    "div": _Parser._scaled,
+    "tanh": _Parser._tanh,
+    "add": _Parser._add,
+    "masked_fill": _Parser._masked_fill,
+    "where": _Parser._where,
+    "sub": _Parser._sub,
+    "cat": _Parser._cat,
+}
 
 
 def scores_rank(node: fx.Node) -> int:
@@ -549,13 +537,13 @@ class _Values:
 def _cuts_last(node: fx.Node) -> bool:
     """`x[..., :-1]`."""
     if operation(node) == "slice":
-        return len(node.args) >= 4 and node.args[1] in (-1, 3) and node.args[2] in (None, 0) and node.args[3] == -1
+        return node.args[1:] in ((-1, 0, -1), (3, 0, -1))
     if operation(node) != "getitem" or not isinstance(node.args[1], tuple):
         return False
     *front, last = node.args[1]
     whole = all(part is Ellipsis or part == slice(None) for part in front)
     full = Ellipsis in front or len(front) == 3
-    return whole and full and last in (slice(None, -1), slice(0, -1), slice(None, -1, None))
+    return bool(whole and full and last in (slice(None, -1), slice(0, -1)))
 
 
 def _over_last(node: fx.Node) -> bool:
@@ -576,11 +564,9 @@ def _column(user: fx.Node, product: fx.Node, factor: fx.Node) -> bool:
 
 def check_no_dropout(p: object) -> None:
     """Raise `Refused` unless the dropout probability `p` is known to be 0."""
-    value = fake(p) if isinstance(p, fx.Node) else p
-    try:
-        known = float(cast(float, value))  # a symbolic number becomes its value, guarded
-    except Exception as error:
-        raise Refused("The dropout probability of the attention is known only at run time.") from error
+    known = number(p)
+    if known is None:
+        raise Refused("The dropout probability of the attention is known only at run time.")
     if known != 0:
         raise Refused(
             f"The attention drops out weights with p = {known}, and no kernel of ours does; set the dropout to 0."

@@ -23,12 +23,15 @@ TOLERANCE = 1e-10
 def capture(
     model: Callable[..., Any], *args: Any, dynamic: bool | None = None, grad: bool = True, **kwargs: Any
 ) -> list[Captured]:
-    """The Dynamo graphs of one call, with their inputs."""
+    """The Dynamo graphs of one call that ran, with what they ran on."""
     graphs: list[Captured] = []
 
-    def record(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        graphs.append((module, list(inputs)))
-        return module.forward
+    def record(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            graphs.append((module, [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in inputs]))
+            return module.forward(*inputs)
+
+        return run
 
     torch._dynamo.reset()
     with torch.set_grad_enabled(grad):
@@ -74,6 +77,12 @@ def arguments(place: Site) -> dict[str, Any]:
     tensors = {name: _operand(operand) for name, operand in place.call.tensors.items() if operand is not None}
     options = {name: value for name, value in place.call.options.items() if value != defaults[name]}
     return {**tensors, **options}
+
+
+def conditions(place: Site) -> dict[str, Any]:
+    """Of the arguments, those that say which keys are seen."""
+    found = arguments(place)
+    return {name: found[name] for name in found if name not in ("q", "k", "v", "scale", "softcap", "sinks", "out_order")}
 
 
 def show(place: Site) -> str:
@@ -124,8 +133,13 @@ def values(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
     """The float64 value of every node."""
     recorder = _Recorder(in_float64(module))
     doubled = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
-    with torch.no_grad():
-        recorder.run(*doubled)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            recorder.run(*doubled)
+    finally:
+        torch.set_default_dtype(usual)
     return recorder.values
 
 
