@@ -20,6 +20,8 @@ from .tiling_key import DType
 
 TILES = ((64, (64, 128)), (128, (64, 128)), (256, (32, 64)))
 """Up to this head_dim: query rows and key columns of a tile. Each fits the smallest chip with double buffers."""
+TILES_WITH_INPUT = ((64, (64, 64)), (128, (32, 64)), (256, (32, 32)))
+"""The same where a mask or segment ids lie beside the scores in the Unified Buffer."""
 DTYPES = {torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16, torch.float32: DType.FLOAT32}
 
 
@@ -48,7 +50,8 @@ def forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
     q, k, v, seen = problem.q, problem.k, problem.v, problem.seen
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
-    rows, cols = next(tile for most, tile in TILES if head_dim <= most)
+    tiles = TILES if seen.mask is None and seen.q_segments is None else TILES_WITH_INPUT
+    rows, cols = next(tile for most, tile in tiles if head_dim <= most)
     platform = platform_of(q.device)
     order = _row_order(problem, rows, cols)
     mask = None if seen.mask is None else seen.mask.expand(batch, heads, queries, keys)

@@ -24,7 +24,17 @@ def test_forward(case: flash_cases.FlashCase, monkeypatch: pytest.MonkeyPatch) -
     flash_cases.check(flash, case)
 
 
-@pytest.mark.parametrize("case", flash_cases.CASES, ids=lambda case: case.name)
+WIDE = [
+    flash_cases.FlashCase(f"{mask}{segments} {head_dim} {dtype}", 300, 300, dtype, head_dim=head_dim, mask=mask,
+                          segments=segments, softcap=5.0, sinks=True, visible={"causal": "top_left", "window_left": 64})
+    for head_dim in (64, 128, 256)
+    for dtype in (flash_cases.BF16, flash_cases.FP32)
+    for mask, segments in (("none", False), ("bool", False), ("add", False), ("none", True))
+]  # fmt: skip
+"""Everything at once, at each head_dim of the tile table."""
+
+
+@pytest.mark.parametrize("case", [*flash_cases.CASES, *WIDE], ids=lambda case: case.name)
 def test_memory(case: flash_cases.FlashCase) -> None:
     problem = flash_cases.make(case, 0)
     launch = flash.forward_launch(problem, problem.empty_out("bshd"), problem.empty_lse())
