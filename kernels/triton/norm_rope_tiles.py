@@ -45,10 +45,6 @@ def heads_per_tile(heads: int, limit: int) -> int:
     return size
 
 
-def _previous_power_of_2(n: int) -> int:
-    return 1 << (max(n, 1).bit_length() - 1)
-
-
 def forward_tiles(
     q_heads: int, k_heads: int, head_lanes: int, sequence: int, all_heads: bool, heavy: bool = False
 ) -> Tiles:
