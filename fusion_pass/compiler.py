@@ -122,5 +122,5 @@ def _inductor(
     if config.enabled:
         patches[CACHE_KEY_OPTION] = {**patches.get(CACHE_KEY_OPTION, {}), **_cache_key(config)}
     # What torch.compile(backend="inductor") itself calls: it checks the names and types of a user's options.
-    inductor = torch._TorchCompileInductorWrapper(None, patches, None)
+    inductor = torch._TorchCompileInductorWrapper(None, patches, None)  # type: ignore[no-untyped-call]
     return inductor(module, example_inputs)  # type: ignore[no-any-return]

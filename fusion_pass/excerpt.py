@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_pass.graph_facts import fake_value, may_write
+from fusion_pass.graph.vocabulary import fake, written_arguments
 from fusion_pass.plan import OUTSIDE_KERNEL, Planned
 
 ACTIVATIONS = frozenset({"q", "k", "v", "x", "qkv"})
@@ -50,7 +50,7 @@ def excerpt(plan: Planned) -> Excerpt:
     leaves = [node for node in sorted({*before_nodes, *after_nodes}, key=order.__getitem__) if _is_leaf(node, cuts)]
     before = _module(leaves, before_nodes, lambda env, graph: [env[node] for node in wanted])
     after = _module(leaves, after_nodes, lambda env, graph: _emit(plan, env, graph))
-    values = tuple(fake_value(node) for node in leaves)
+    values = tuple(fake(node) for node in leaves)
     differentiable = tuple(
         value.is_floating_point() and value.requires_grad and (node in cuts or node in read)
         for node, value in zip(leaves, values, strict=True)
@@ -91,13 +91,13 @@ def _upstream(nodes: Iterable[fx.Node], cuts: frozenset[fx.Node]) -> set[fx.Node
         if _is_leaf(node, cuts):
             continue
         queue.extend(node.all_input_nodes)
-        queue.extend(user for user in node.users if user < last and may_write(user) and user.args[0] is node)
+        queue.extend(user for user in node.users if user < last and node in written_arguments(user))
     return found
 
 
 def _scalar(node: fx.Node) -> int | float | None:
     """The value of a node that holds a number: at compile time the hint of its symbol."""
-    value = fake_value(node)
+    value = fake(node)
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return value.node.hint  # type: ignore[no-any-return]
     return value if isinstance(value, int | float) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import sys
 from collections.abc import Iterable
@@ -41,10 +42,10 @@ def sources_digest(roots: Iterable[Path]) -> bytes:
 
 @functools.cache
 def _code_digest(extra: tuple[Path, ...]) -> bytes:
-    import fusion_pass
-    from fusion_pass import kernels, patterns
-
-    roots = [Path(folder) for package in (fusion_pass, patterns, kernels) for folder in package.__path__]
+    packages = [
+        importlib.import_module(name) for name in ("fusion_pass", "fusion_pass.patterns", "fusion_pass.kernels")
+    ]
+    roots = [Path(folder) for package in packages for folder in package.__path__]
     versions = f"{torch.__version__} {torch.version.git_version} {_version('triton')} {_version('triton-ascend')}"
     return hashlib.sha256(sources_digest([*roots, *extra]) + versions.encode()).digest()
 

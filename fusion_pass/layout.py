@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
 from fusion_pass.graph.site import Step
-from fusion_pass.graph_facts import fake_value, may_write
+from fusion_pass.graph.vocabulary import fake, written_arguments
 
 _READS_STRIDES = frozenset(
     {"as_strided", "as_strided_scatter", "stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"}
@@ -58,7 +58,7 @@ def first_layout_reader(node: fx.Node, value: torch.Tensor, inside: frozenset[fx
             value = _evaluate(reader, values)
         except Exception:  # a view that the new strides do not allow, or an operator without a fake implementation
             return reader
-        original = fake_value(reader)
+        original = fake(reader)
         if _same_everywhere(value, original):
             continue
         if (
@@ -89,12 +89,12 @@ def steps_to_layout(original: torch.Tensor) -> tuple[Step, ...] | None:
 
 def _depends_by_nature(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op == "output" or may_write(node) or name.split(".")[0] in _READS_STRIDES
+    return node.op == "output" or bool(written_arguments(node)) or name.split(".")[0] in _READS_STRIDES
 
 
 def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     def load(argument: fx.Node) -> Any:
-        return values[argument] if argument in values else fake_value(argument)
+        return values[argument] if argument in values else fake(argument)
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), load)
     if node.op == "call_method":

@@ -12,8 +12,7 @@ from fusion_pass import report, rewrite
 from fusion_pass.config import FusionConfig
 from fusion_pass.extensions import patterns
 from fusion_pass.graph.site import Refusal, Site
-from fusion_pass.graph_facts import value_key
-from fusion_pass.plan import Planned, Unplannable, plan_site
+from fusion_pass.plan import Moves, Unplannable, plan_site
 from fusion_pass.report import Report, SiteReport
 from fusion_pass.verify import Verifier
 
@@ -36,7 +35,7 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
 
 
 def conclude(result: Report, config: FusionConfig, history: list[Report]) -> None:
-    """Publish the report of one whole captured graph, append it to `history`, and hold it against what was asked for.
+    """Publish the report of one captured graph, append it to `history`, and hold it against what was asked for.
 
     When Dynamo starts a compilation over (under `dynamic=True` it does), the new attempt's report replaces the last one.
     """
@@ -60,30 +59,28 @@ def _is_new_attempt() -> bool:
 
 def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) -> list[SiteReport]:
     graph = module.graph
-    key = value_key(graph)
     found = [place for pattern in patterns() for place in pattern.find(graph) if config.wants(place.fusion)]
     order = {node: index for index, node in enumerate(graph.nodes)}
     found.sort(key=lambda place: order[place.anchor])
     records: dict[int, SiteReport] = {}
-    planned: list[tuple[int, Planned]] = []
     taken: set[fx.Node] = set()
     renamed: dict[fx.Node, fx.Node] = {}
+    moves = Moves()
     for index, place in _largest_first(found):
         try:
             if isinstance(place, Refusal):
                 raise Unplannable(place.reason)
             if not taken.isdisjoint(place.region):
                 raise Unplannable("The place is part of a larger fusion.")
-            plan = plan_site(place, config, renamed)
+            plan = plan_site(place, config, renamed, moves)
         except Unplannable as reason:
             records[index] = report.skipped(place, str(reason))
             continue
         verifier.check(plan)
-        planned.append((index, plan))
         taken |= place.region
-        renamed.update(rewrite.apply(plan, key))
+        renamed.update(rewrite.apply(plan))
         records[index] = report.fused(plan)
-    if planned:
+    if renamed:
         graph.lint()
         module.recompile()
     return [records[index] for index in range(len(found))]

@@ -23,12 +23,15 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fusion_pass.config import FusionConfig
 from fusion_pass.errors import FusionError
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step
-from fusion_pass.graph_facts import fake_value, may_write, sets_grad_mode
+from fusion_pass.graph.vocabulary import fake, written_arguments
 from fusion_pass.kernels import registry
 from fusion_pass.layout import first_layout_reader, same_layout, same_size, steps_to_layout
 
 OUTSIDE_KERNEL = "custom"
 """What a report names as the kernel of an operator that the kernel registry does not know (a third party's)."""
+
+
+_GRAD_MODE = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled})
 
 
 class Unplannable(Exception):
@@ -75,7 +78,20 @@ class Planned:
     after: fx.Node
 
 
-def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Node]) -> Planned:
+class Moves:
+    """Operands evaluated so far: the layers of a model share their tables."""
+
+    def __init__(self) -> None:
+        self._known: dict[Operand, Moved] = {}
+
+    def get(self, operand: Operand) -> Moved:
+        """`operand` with its fake values."""
+        if operand not in self._known:
+            self._known[operand] = _move(operand)
+        return self._known[operand]
+
+
+def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Node], moves: Moves) -> Planned:
     """The plan of `site`, or `Unplannable`. `renamed` maps nodes that earlier rewrites replaced to their replacements.
 
     Raises `FusionError` when `config.kernels` names kernels and none of them can serve the site.
@@ -89,9 +105,9 @@ def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Nod
     }
     _check_single_reader(site)
     after = _insertion_point(site, [operand.node for operand in operands.values()])
-    reference = fake_value(site.outputs[0].node)
+    reference = fake(site.outputs[0].node)
     with _evaluating(site, reference):
-        tensors = {name: _move(operand) for name, operand in operands.items()}
+        tensors = {name: moves.get(operand) for name, operand in operands.items()}
         options = {name: _literal(site, name, option) for name, option in call.options.items()}
         if config.deterministic and _takes(target, "deterministic"):
             options["deterministic"] = True
@@ -146,7 +162,7 @@ def _insertion_point(site: Site, operands: list[fx.Node]) -> fx.Node:
     after = site.anchor
     if readers and min(readers) < after:
         after = min(readers).prev
-        if any(may_write(node) and node not in site.region for node in _between(after, site.anchor)):
+        if any(written_arguments(node) and node not in site.region for node in _between(after, site.anchor)):
             raise Unplannable(
                 f"{min(readers).name!r} reads a result before the site ends, and memory is written in between."
             )
@@ -156,7 +172,7 @@ def _insertion_point(site: Site, operands: list[fx.Node]) -> fx.Node:
             f"{late[0].name!r}, which the call reads, is computed only after a result of the site is read."
         )
     first = min(replaced | {after})
-    if any(sets_grad_mode(node) for node in _between(first, max(replaced | {after}))):
+    if any(node.target in _GRAD_MODE for node in _between(first, max(replaced | {after}))):
         raise Unplannable("The grad mode changes inside the site.")
     return after
 
@@ -171,12 +187,12 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 @contextmanager
 def _evaluating(site: Site, reference: Any) -> Iterator[None]:
-    """Evaluate on fake tensors in the grad mode of the replaced value; any failure makes the site unplannable."""
+    """Evaluate on fake tensors, without building an autograd graph; any failure makes the site unplannable."""
     if not isinstance(reference, FakeTensor):
         raise Unplannable("The graph carries no shape information (no fake value) for the site's results.")
     try:
         # The mode of the graph's own values: while a backend runs, the current tracing context has another one already.
-        with reference.fake_mode, torch.set_grad_enabled(reference.requires_grad):
+        with reference.fake_mode, torch.no_grad():
             yield
     except (Unplannable, FusionError):
         raise
@@ -186,7 +202,7 @@ def _evaluating(site: Site, reference: Any) -> Iterator[None]:
 
 
 def _move(operand: Operand) -> Moved:
-    value = fake_value(operand.node)
+    value = fake(operand.node)
     if not isinstance(value, torch.Tensor):
         raise Unplannable(f"The graph carries no shape information (no fake value) for {operand.node.name!r}.")
     return Moved(operand.node, operand.steps, _through(operand.steps, value))
@@ -208,7 +224,7 @@ def _literal(site: Site, name: str, option: Literal | fx.Node) -> Literal:
     """
     if not isinstance(option, fx.Node):
         return option
-    value = fake_value(option)
+    value = fake(option)
     try:
         if isinstance(value, torch.SymFloat | float):
             return float(value)
@@ -235,7 +251,7 @@ def _choose_kernel(
         dtypes={name: value.dtype for name, value in present.items()},
         shapes={name: tuple(_known_size(size) for size in value.shape) for name, value in present.items()},
         options=options,
-        training=torch.is_grad_enabled() and any(value.requires_grad for value in present.values()),
+        training=any(fake(output.node).requires_grad for output in site.outputs),
     )
     choice = registry.choose(request, allow_reference=config.allow_reference, only=config.kernels)
     if choice.kernel is not None:
@@ -255,7 +271,7 @@ def _known_size(size: int | torch.SymInt) -> int | None:
 def _result(site: Site, output: Output, value: Any) -> Result:
     fresh = value if isinstance(value, torch.Tensor) else value[output.index]
     values = _through(output.steps, fresh)
-    original = fake_value(output.node)
+    original = fake(output.node)
     got = values[-1]
     for what in ("dtype", "device"):
         if getattr(got, what) != getattr(original, what):
@@ -272,4 +288,5 @@ def _result(site: Site, output: Output, value: Any) -> Result:
                 f"{reader.name!r} depends on the strides of {output.node.name!r}, which the call cannot give."
             )
         steps, values = (*steps, *extra), (*values, *_through(extra, got)[1:])
+    values[-1].requires_grad_(original.requires_grad)
     return Result(output.node, output.index, steps, values)

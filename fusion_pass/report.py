@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._logging._internal import trace_structured
 
 from fusion_pass.config import FusionConfig
 from fusion_pass.errors import FusionError
@@ -181,7 +182,7 @@ def publish(report: Report, config: FusionConfig) -> None:
     if report.skipped and (inventory := _inventory(report)) not in _warned:
         _warned.add(inventory)
         log.warning("Not everything was fused. %s", inventory)
-    torch._logging.trace_structured(
+    trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "fusion_pass", "encoding": "json"},
         payload_fn=lambda: json.dumps(report.to_dict()),

@@ -5,24 +5,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
 from fusion_pass.graph.site import Step
-from fusion_pass.graph_facts import may_write
+from fusion_pass.graph.vocabulary import written_arguments
 from fusion_pass.plan import Moved, Planned
 
 _INHERITED_META = ("nn_module_stack", "source_fn_stack", "stack_trace", "fwd_nn_module_stack", "custom")
 """What a new node takes over from the site's anchor: where in the user's model it stands."""
 
 
-def apply(plan: Planned, key: str) -> dict[fx.Node, fx.Node]:
-    """Put the planned call into its graph and take the site's nodes out. Returns which node replaces which.
-
-    `key`: the meta key for fake values in this graph.
-    """
-    editor = _Editor(plan, key)
+def apply(plan: Planned) -> dict[fx.Node, fx.Node]:
+    """Put the planned call into its graph and take the site's nodes out. Returns which node replaces which."""
+    editor = _Editor(plan)
     arguments: dict[str, Any] = {name: editor.moved(moved) for name, moved in plan.tensors.items()}
     arguments.update({name: value for name, value in plan.options.items() if value is not None})
     call = editor.function(plan.target, (), arguments, plan.value)
@@ -41,10 +38,11 @@ def apply(plan: Planned, key: str) -> dict[fx.Node, fx.Node]:
 class _Editor:
     """Inserts nodes one behind the other, each with its fake value and the anchor's provenance."""
 
-    def __init__(self, plan: Planned, key: str) -> None:
+    def __init__(self, plan: Planned) -> None:
         self.graph = plan.site.anchor.graph
         self.last = plan.after
-        self.key = key
+        # Where a graph keeps fake values: Dynamo's in `example_value`, an exported one's in `val`.
+        self.key = "example_value" if "example_value" in plan.site.anchor.meta else "val"
         self.meta = {name: plan.site.anchor.meta[name] for name in _INHERITED_META if name in plan.site.anchor.meta}
 
     def function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
@@ -54,7 +52,9 @@ class _Editor:
     def chain(self, node: fx.Node, steps: Iterable[Step], values: Iterable[Any]) -> fx.Node:
         for step, value in zip(steps, list(values)[1:], strict=True):
             with self.graph.inserting_after(self.last):
-                node = self._placed(self.graph.call_method(step.method, (node, *step.args)), value)
+                node = self._placed(
+                    self.graph.call_method(step.method, (node, *cast(tuple[Any, ...], step.args))), value
+                )
         return node
 
     def moved(self, moved: Moved) -> fx.Node:
@@ -76,12 +76,7 @@ def _erase_dead(nodes: Iterable[fx.Node]) -> None:
     queue = sorted(region, reverse=True)
     while queue:
         node = queue.pop(0)
-        if (
-            node.users
-            or node._erased
-            or node.op in ("placeholder", "output")
-            or (may_write(node) and node not in region)
-        ):
+        if node.users or node._erased or (node not in region and (node.is_impure() or written_arguments(node))):
             continue
         inputs = node.all_input_nodes
         node.graph.erase_node(node)

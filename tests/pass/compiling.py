@@ -13,7 +13,7 @@ import fusion_pass
 
 
 def eager(module: fx.GraphModule, example_inputs: Any) -> Any:
-    """An inner compiler without kernels: AOTAutograd (so functionalisation and the backward graph are real), run eagerly."""
+    """An inner compiler without kernels: AOTAutograd (real functionalisation and backward graph), run eagerly."""
     from torch._dynamo.backends.debugging import aot_eager
 
     return aot_eager(module, example_inputs)

@@ -33,8 +33,9 @@ else:
 x = torch.linspace(0, 1, 8, requires_grad=True)
 compiled(x).sum().backward()
 found = counters["aot_autograd"]
-print(json.dumps(dict(hit=found["autograd_cache_hit"], miss=found["autograd_cache_miss"], bypass=found["autograd_cache_bypass"],
-                      counts=owner.reports[-1].counts, gradient=float((x.grad - 3 * torch.cos(x)).abs().max()))))
+result = {{name: found[f"autograd_cache_{{name}}"] for name in ("hit", "miss", "bypass")}}
+error = float((x.grad - 3 * torch.cos(x)).abs().max())
+print(json.dumps({{**result, "counts": owner.reports[-1].counts, "gradient": error}}))
 """
 
 

@@ -39,6 +39,7 @@ before = state()
 modules = set(__import__("sys").modules)
 import fusion_pass
 assert state() == before
-print(sorted(m for m in set(__import__("sys").modules) - modules if m.split(".")[0] in ("triton", "transformers", "rich")))
+new = set(__import__("sys").modules) - modules
+print(sorted(name for name in new if name.split(".")[0] in ("triton", "transformers", "rich")))
 """
     assert run(script).strip() == "[]"

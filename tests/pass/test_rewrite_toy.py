@@ -13,7 +13,6 @@ from toy import ScaledSin
 
 from fusion_pass import FusionConfig, pipeline
 from fusion_pass.graph.site import Call, Operand, Output, Step
-from fusion_pass.graph_facts import may_write
 
 
 def text(module: torch.fx.GraphModule) -> str:
@@ -195,7 +194,8 @@ def test_a_site_that_reads_the_result_of_another(toy: ScaledSin) -> None:
 
 
 class TestStrides:
-    """The toy operator's result has the strides of its input; `contiguous` as an output step makes them differ from the original's."""
+    """The toy operator's result has the strides of its input; `contiguous` as an output step makes them differ from
+    the original's."""
 
     @pytest.fixture(autouse=True)
     def other_strides(self, only: Callable[..., None]) -> None:
@@ -221,23 +221,3 @@ class TestStrides:
 
     def test_restored_for_the_caller(self) -> None:
         assert self.nodes_after(lambda x: torch.sin(x) * 3.0) == ["contiguous", "permute", "contiguous", "permute"]
-
-
-def test_what_counts_as_a_write() -> None:
-    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x[0] = 1
-        x.add_(y)
-        torch.add(x, y, out=x)
-        x += y
-        torch.relu_(x)
-        return torch.cat([x.view(-1), y.contiguous().sum().unsqueeze(0)])
-
-    module = capture(function, torch.randn(4), torch.randn(4))
-    writes = {node.name for node in module.graph.nodes if may_write(node)}
-    reads = {node.name for node in module.graph.nodes if node.op.startswith("call")} - writes
-    assert_expected_inline(
-        f"writes {sorted(writes)}\nreads {sorted(reads)}",
-        """\
-writes ['add', 'add_', 'relu_', 'setitem', 'x']
-reads ['cat', 'contiguous', 'sum_1', 'unsqueeze', 'view']""",
-    )

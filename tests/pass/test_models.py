@@ -1,0 +1,190 @@
+"""Unedited models through the pass: every layer fused, loss and all gradients no worse than eager's own error against
+float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from compiling import CountingCompiler, eager
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fusion_pass import FusionBackend, FusionConfig, zoo
+from fusion_pass.zoo.oracle import float64_call
+
+pytest.importorskip("transformers")
+
+FACTOR, SLACK = 1.5, 8.0
+"""Accepted: `|ours - oracle| <= FACTOR |eager - oracle| + SLACK eps |oracle|` in the 2-norm of each parameter's
+gradient.
+
+Ours and eager's are two roundings of one value, and what each layer rounds is spread over the parameters before it:
+neither is smaller parameter by parameter. A wrong argument is off by the size of the gradient, a thousand times what
+is allowed in float32.
+"""
+
+ONE_SITE_PER_LAYER = ("qwen3", "gemma3", "olmo2", "qwen3_vl", "glm4", "qwen3_fused_qkv")
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A fixed random projection of the first output tensor, in its own precision and summed in float64."""
+    first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    weights = torch.randn(first.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return (first.double().cpu() * weights).mean()
+
+
+def step(model: Any, module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Loss and the gradients of all parameters, in float64."""
+    module.zero_grad(set_to_none=True)
+    loss = loss_of(model(**inputs))
+    loss.backward()
+    found = {name: p.grad.double() for name, p in module.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in found.items()}}
+
+
+def assert_no_worse(
+    ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], eps: float
+) -> None:
+    assert ours.keys() == plain.keys() == exact.keys()
+    for name, truth in exact.items():
+        allowed = FACTOR * (plain[name] - truth).norm() + SLACK * eps * truth.norm()
+        error = (ours[name] - truth).norm()
+        assert error <= allowed, (
+            f"{name}: error {error:.3g}, eager's {(plain[name] - truth).norm():.3g}, allowed {allowed:.3g}"
+        )
+
+
+def exact_step(module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    copy, output = float64_call(module, inputs)
+    loss = loss_of(output)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in copy.named_parameters() if p.grad is not None}}
+
+
+def backend(**settings: Any) -> FusionBackend:
+    return FusionBackend(FusionConfig(allow_reference=True, **settings), inner=eager)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ONE_SITE_PER_LAYER)
+def test_training_step(name: str, dtype: torch.dtype, dynamic: bool) -> None:
+    if dynamic and name not in ("qwen3", "qwen3_vl"):
+        pytest.skip("two models stand for dynamic shapes: a dynamic capture takes ten seconds")
+    module, inputs = zoo.build(name, layers=2, dtype=dtype)
+    compiler = backend(expect=2)
+    compiled = torch.compile(module, backend=compiler, fullgraph=True, dynamic=dynamic)
+    ours, plain, exact = step(compiled, module, inputs), step(module, module, inputs), exact_step(module, inputs)
+    assert_no_worse(ours, plain, exact, torch.finfo(dtype).eps)
+    assert len(compiler.reports) == 1
+    layers = [site.layer for site in compiler.reports[0].fused]
+    assert len(set(layers)) == 2, layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_inference(dtype: torch.dtype) -> None:
+    module, inputs = zoo.build("qwen3", layers=2, dtype=dtype)
+    module.eval()
+    with torch.no_grad():
+        ours = loss_of(torch.compile(module, backend=backend(expect=2), fullgraph=True)(**inputs))
+        plain = loss_of(module(**inputs))
+    exact = loss_of(float64_call(module, inputs)[1]).detach()
+    assert_no_worse({"loss": ours}, {"loss": plain}, {"loss": exact}, torch.finfo(dtype).eps)
+
+
+def test_activation_checkpoints() -> None:
+    module, inputs = zoo.build("qwen3", layers=2)
+    plain, exact = step(module, module, inputs), exact_step(module, inputs)
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    counted = CountingCompiler()
+    compiler = FusionBackend(FusionConfig(allow_reference=True, expect=2), inner=counted)
+    ours = step(torch.compile(module, backend=compiler, fullgraph=True), module, inputs)
+    assert_no_worse(ours, plain, exact, torch.finfo(torch.float32).eps)
+    assert counted.forward["fusion_pass.qk_norm_rope.default"] == 2
+    assert counted.backward["fusion_pass.qk_norm_rope.default"] >= 1, "nothing was recomputed"
+
+
+def test_autocast() -> None:
+    module, inputs = zoo.build("qwen3", layers=2)
+    compiler = backend(expect=2, verify=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = step(torch.compile(module, backend=compiler, fullgraph=True), module, inputs)
+        plain = step(module, module, inputs)
+    assert_no_worse(ours, plain, exact_step(module, inputs), torch.finfo(torch.bfloat16).eps)
+
+
+def test_frozen_weights_cost_no_gradient() -> None:
+    """As with LoRA: norm weights are frozen, so nobody computes their gradient."""
+    module, inputs = zoo.build("qwen3", layers=2)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not name.endswith("_norm.weight"))
+    counted = CountingCompiler()
+    compiler = FusionBackend(FusionConfig(allow_reference=True, expect=2), inner=counted)
+    ours = step(torch.compile(module, backend=compiler, fullgraph=True), module, inputs)
+    plain, exact = step(module, module, inputs), exact_step(module, inputs)
+    assert not any(name.endswith("_norm.weight") for name in ours)
+    assert_no_worse(ours, plain, exact, torch.finfo(torch.float32).eps)
+
+
+def test_dynamic_lengths_share_one_graph_and_a_changed_eps_recompiles() -> None:
+    module, inputs = zoo.build("qwen3", layers=2)
+    compiler = backend(expect=2)
+    compiled = torch.compile(module, backend=compiler, fullgraph=True, dynamic=True)
+    for tokens in (24, 17, 20):
+        shorter = {**inputs, "input_ids": inputs["input_ids"][:, :tokens].contiguous()}
+        torch.testing.assert_close(loss_of(compiled(**shorter)), loss_of(module(**shorter)), rtol=1e-5, atol=1e-7)
+    assert len(compiler.reports) == 1
+    for layer in module.modules():
+        if hasattr(layer, "variance_epsilon"):
+            layer.variance_epsilon = 0.3
+    torch.testing.assert_close(loss_of(compiled(**inputs)), loss_of(module(**inputs)), rtol=1e-5, atol=1e-7)
+    assert [report.sites[0].arguments["eps"] for report in compiler.reports] == [1e-6, 0.3]
+
+
+def test_two_kinds_of_model_in_one_process() -> None:
+    compiler = backend(expect=1)
+    norms = []
+    for name in ("qwen3", "gemma3", "qwen3"):
+        module, inputs = zoo.build(name)
+        torch.compile(module, backend=compiler, fullgraph=True)(**inputs)
+        norms.append([report.sites[0].arguments["norm"] for report in compiler.reports])
+    # A graph belongs to a model instance: the third one has its own.
+    assert norms[-1] == ["rms", "rms_one_plus", "rms"]
+
+
+@pytest.mark.parametrize("name", ONE_SITE_PER_LAYER)
+def test_verify_accepts(name: str) -> None:
+    module, inputs = zoo.build(name, dtype=torch.bfloat16)
+    torch.compile(module, backend=backend(expect=1, verify=True), fullgraph=True)(**inputs)
+
+
+def test_without_a_kernel_the_model_is_left_alone_with_a_reason() -> None:
+    module, inputs = zoo.build("qwen3")
+    compiler = FusionBackend(FusionConfig(), inner=eager)
+    compiled = torch.compile(module, backend=compiler, fullgraph=True)
+    torch.testing.assert_close(loss_of(compiled(**inputs)), loss_of(module(**inputs)))
+    (site,) = compiler.reports[0].sites
+    assert (site.status, site.fusion) == ("skipped", "qk_norm_rope")
+    assert site.reason.startswith("No kernel for cpu: ")
+
+
+def test_a_named_kernel_that_cannot_run_raises() -> None:
+    module, inputs = zoo.build("qwen3")
+    compiler = FusionBackend(FusionConfig(kernels=("hopper",)), inner=eager)
+    with pytest.raises(Exception, match="kernels=hopper was asked for, but cannot serve qk_norm_rope"):
+        torch.compile(module, backend=compiler, fullgraph=True)(**inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", [False, True], ids=["backend", "inductor_options"])
+def test_with_inductor(hook: bool) -> None:
+    import fusion_pass
+
+    module, inputs = zoo.build("qwen3", layers=2)
+    config = FusionConfig(allow_reference=True, expect=2)
+    how = {"options": fusion_pass.inductor_options(config)} if hook else {"backend": fusion_pass.backend(config)}
+    ours = step(torch.compile(module, fullgraph=True, **how), module, inputs)
+    assert_no_worse(ours, step(module, module, inputs), exact_step(module, inputs), torch.finfo(torch.float32).eps)
