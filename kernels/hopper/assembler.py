@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 
 OLDEST = (12, 9)
 """First ptxas release whose output passed every numeric check; 12.8.93 failed."""
@@ -26,23 +27,21 @@ _lock = threading.Lock()
 class Assembler:
     path: str
     version: str
+    replaces: bool
+    """It is not the one that Triton would take for sm_90."""
 
 
 @functools.lru_cache(maxsize=1)
 def choose() -> Assembler | str:
     """The assembler for sm_90a, or the reason why there is none."""
+    own = get_ptxas(90)
     seen = []
-    for name in ("ptxas", "ptxas_blackwell"):
-        try:
-            tool = getattr(knobs.nvidia, name)
-        except (AttributeError, RuntimeError):  # an older or a differently built Triton
-            continue
+    for tool in (own, knobs.nvidia.ptxas_blackwell):
         if tuple(int(part) for part in tool.version.split(".")) >= OLDEST:
-            return Assembler(tool.path, tool.version)
+            return Assembler(tool.path, tool.version, replaces=tool.path != own.path)
         seen.append(f"{tool.path} ({tool.version})")
     wanted = ".".join(map(str, OLDEST))
-    found = ", ".join(seen) or "none"
-    return f"ptxas {wanted} or newer is needed, older ones miscompile it; there is {found}; set TRITON_PTXAS_PATH."
+    return f"ptxas {wanted} or newer is needed, older ones miscompile it; there is {seen}; set TRITON_PTXAS_PATH."
 
 
 @contextmanager
@@ -54,7 +53,7 @@ def assembling_with(assembler: Assembler) -> Iterator[None]:
     for that one kernel, which is as good.
     """
     with _lock, knobs.nvidia.scope():
-        if knobs.nvidia.ptxas.path != assembler.path:
+        if assembler.replaces:
             # Assigned to the instance, not through the knob's setter, which would also write the environment variable.
             knobs.nvidia.__dict__["ptxas"] = assembler.path
         yield

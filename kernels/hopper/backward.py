@@ -35,16 +35,16 @@ from .backward_state import (
     Shared,
     batch_and_head,
     bound,
+    earlier_blocks,
     following,
     gradient_layout,
     keep_bounds,
     needs_mask,
     new_barriers,
-    take_turn,
     tile_at,
 )
 from .backward_step import step
-from .gluon_api import tma_load, tma_reduce_add, tma_store, tma_store_wait
+from .gluon_api import partition_barrier, reinterpret, tma_load, tma_reduce_add, tma_store, tma_store_wait
 from .scores import query_tiles
 
 
@@ -93,8 +93,6 @@ def dq_partition(p, mem, T: gl.constexpr):
         barriers.arrive(DQ_FREE + 1, HALF)
     else:
         barriers.arrive(DQ_FREE, ALL)
-    use = 0
-    previous = p.turns
     for member in range(group):
         h = kv * group + member
         for i in range(last - first):
@@ -102,8 +100,7 @@ def dq_partition(p, mem, T: gl.constexpr):
             row0 = tile * T.block_m
             if T.deterministic:
                 turn = p.turns + (b * kv_heads * group + h) * per_head + tile
-                previous = take_turn(turn, previous, use, tile, p, T)
-                use += 1
+                barriers.wait_for_turn(turn, earlier_blocks(tile, p, T))
             if T.split_dq:
                 barriers.sync(DQ_FULL, HALF)
                 tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
@@ -118,9 +115,8 @@ def dq_partition(p, mem, T: gl.constexpr):
                 tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
                 tma_store_wait(0)
                 barriers.arrive(DQ_FREE, ALL)
-    if T.deterministic:  # noqa: SIM102 (decided at compile time; the next one is not)
-        if use > 0:
-            barriers.pass_turn(previous)
+            if T.deterministic:
+                barriers.pass_turn(turn)
 
 
 # ---------------------------------------------------------------------------------------------------- compute
@@ -142,11 +138,11 @@ def compute_partition(p, mem, T: gl.constexpr):
     for use in range(group * (bound(mem, LAST) - bound(mem, FIRST))):
         dk, dv = step(use, tile, needs_mask(tile, mem), dk, dv, p, mem, T)
         tile = following(tile, mem, T)
-    gl.thread_barrier()
+    partition_barrier()
     mem.v.reshape([BLOCK_N, V_DIM]).store(dv.to(mem.q.dtype))
     mem.k.reshape([BLOCK_N, QK_DIM]).store((dk * grad_scale).to(mem.q.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    partition_barrier()
     b, kv = batch_and_head(p)
     tma_store(p.dv, [b, kv, p.key0, 0], mem.v)
     tma_store(p.dk, [b, kv, p.key0, 0], mem.k)
@@ -165,8 +161,8 @@ def backward_kernel(
     scale, cap_scale, grad_scale,
     T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (head_chunk, blocks of keys, batch * kv_heads / head_chunk): the heads of a chunk run together, and blocks of
-    low number first, which under a causal mask see the most queries.
+    """Grid (head_chunk, blocks of keys, batch * kv_heads / head_chunk): the heads of a chunk run together, and blocks
+    of low number first, which under a causal mask see the most queries.
 
     `q` … `dv`: tensor maps over [batch, heads, seq, dim]; `dq` float32, zero at launch, unscaled (the post kernel
     scales and rounds it).
@@ -186,9 +182,9 @@ def backward_kernel(
         gl.float32, DQ_SHAPE, gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32)
     )
     if T.split_dq:
-        halves = tile_dq._reinterpret(gl.float32, [2, 1, 1, T.block_m, T.qk_dim // 2], dq.layout)
+        halves = reinterpret(tile_dq, gl.float32, [2, 1, 1, T.block_m, T.qk_dim // 2], dq.layout)
     else:
-        halves = tile_dq._reinterpret(gl.float32, [1, 1, 1, T.block_m, T.qk_dim], dq.layout)
+        halves = reinterpret(tile_dq, gl.float32, [1, 1, 1, T.block_m, T.qk_dim], dq.layout)
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
     block = gl.program_id(1)
@@ -197,7 +193,8 @@ def backward_kernel(
     first, last, clear_first, clear_last = query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T)
     mem = Shared(
         tile_q, tile_do, tile_k, tile_v, tile_ds, tile_ds, tile_dq, halves, rows_lse, rows_delta,
-        keep_bounds(first, last, clear_first, clear_last), new_barriers(T.stages), new_barriers(T.stages), new_barriers(2),
+        keep_bounds(first, last, clear_first, clear_last),
+        new_barriers(T.stages), new_barriers(T.stages), new_barriers(2),
     )  # fmt: skip
     p = Problem(
         q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, order, turns,

@@ -4,8 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from . import barriers
-from .gluon_api import aggregate
+from .gluon_api import aggregate, partition_barrier
 
 DQ_FULL = gl.constexpr(4)
 """Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO free" (wide
@@ -196,15 +195,6 @@ def earlier_blocks(tile, p, T: gl.constexpr):
 
 
 @gluon.jit
-def take_turn(turn, previous, use, tile, p, T: gl.constexpr):
-    """Wait for the turn on a tile of dQ, then pass on the tile before: its addition was being written meanwhile."""
-    barriers.wait_for_turn(turn, earlier_blocks(tile, p, T))
-    if use > 0:
-        barriers.pass_turn(previous)
-    return turn
-
-
-@gluon.jit
 def _store(bounds, which: gl.constexpr, value):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     bounds.index(which).store(gl.full([1], 0, gl.int32, LAYOUT) + value)
@@ -218,7 +208,7 @@ def keep_bounds(first, last, clear_first, clear_last):
     _store(bounds, LAST, last)
     _store(bounds, CLEAR_FIRST, clear_first)
     _store(bounds, CLEAR_LAST, clear_last)
-    gl.thread_barrier()
+    partition_barrier()
     return bounds
 
 

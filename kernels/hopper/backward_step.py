@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import barriers
 from .backward_state import DQ_FREE, DQ_FULL, STAGE_FREE, dq_layout, gradient_layout, hide, scores_layout
+from .gluon_api import partition_barrier
 from .scores import tanh
 
 
@@ -57,7 +58,7 @@ def step(use, tile, masked, dk, dv, p, mem, T: gl.constexpr):
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     mem.ds.store(ds)
     fence_async_shared()
-    gl.thread_barrier()
+    partition_barrier()
     dq = warpgroup_mma(
         mem.ds.permute((1, 0)), k, gl.zeros((BLOCK_M, QK_DIM), gl.float32, dq_layout(T)), use_acc=False, is_async=True
     )

@@ -35,16 +35,16 @@ from .backward_state import (
     Shared,
     batch_and_head,
     bound,
+    earlier_blocks,
     following,
     hide,
     keep_bounds,
     needs_mask,
     new_barriers,
     scores_layout,
-    take_turn,
     tile_at,
 )
-from .gluon_api import tma_load, tma_reduce_add, tma_store, tma_store_wait
+from .gluon_api import partition_barrier, reinterpret, tma_load, tma_reduce_add, tma_store, tma_store_wait
 from .scores import query_tiles, tanh
 
 PART = gl.constexpr(128)
@@ -102,24 +102,20 @@ def dq_partition(p, mem, T: gl.constexpr):
     first, last = p.tiles
     per_head = gl.cdiv(seq_q, T.block_m)
     barriers.arrive(DQ_FREE, _THREADS)
-    use = 0
-    previous = p.turns
     for member in range(group):
         h = kv * group + member
         for i in range(last - first):
             tile = tile_at(i, first, last, T)
             if T.deterministic:
                 turn = p.turns + (b * kv_heads * group + h) * per_head + tile
-                previous = take_turn(turn, previous, use, tile, p, T)
-                use += 1
+                barriers.wait_for_turn(turn, earlier_blocks(tile, p, T))
             for part in gl.static_range(T.qk_parts):
                 barriers.sync(DQ_FULL, _THREADS)
                 tma_reduce_add(p.dq, [b, h, tile * T.block_m, part * PART], mem.dq_halves.index(0))
                 tma_store_wait(0)
                 barriers.arrive(DQ_FREE, _THREADS)
-    if T.deterministic:  # noqa: SIM102 (decided at compile time; the next one is not)
-        if use > 0:
-            barriers.pass_turn(previous)
+            if T.deterministic:
+                barriers.pass_turn(turn)
 
 
 @gluon.jit
@@ -174,7 +170,7 @@ def step(use, tile, masked, dk0, dk1, dv0, dv1, p, mem, T: gl.constexpr):
     dpt = warpgroup_mma_wait(0, (dpt,))
     mem.ds.store((pt * (dpt - delta)).to(mem.q.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    partition_barrier()
     none = gl.zeros((BLOCK_M, PART), gl.float32, _part_layout(T))
     dv0 = warpgroup_mma(mem.p, do0, dv0, is_async=True)
     if T.v_parts == 2:
@@ -210,14 +206,14 @@ def compute_partition(p, mem, T: gl.constexpr):
     for use in range(group * (bound(mem, LAST) - bound(mem, FIRST))):
         dk0, dk1, dv0, dv1 = step(use, tile, needs_mask(tile, mem), dk0, dk1, dv0, dv1, p, mem, T)
         tile = following(tile, mem, T)
-    gl.thread_barrier()
+    partition_barrier()
     rows_by_lanes(mem.v, 0, BLOCK_N).store(dv0.to(mem.q.dtype))
     if T.v_parts == 2:
         rows_by_lanes(mem.v, 1, BLOCK_N).store(dv1.to(mem.q.dtype))
     rows_by_lanes(mem.k, 0, BLOCK_N).store((dk0 * grad_scale).to(mem.q.dtype))
     rows_by_lanes(mem.k, 1, BLOCK_N).store((dk1 * grad_scale).to(mem.q.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    partition_barrier()
     b, kv = batch_and_head(p)
     for part in gl.static_range(T.v_parts):
         tma_store(p.dv, [b, kv, p.key0, part * PART], mem.v.index(part))
@@ -248,7 +244,7 @@ def backward_wide_kernel(
     tile_dq = gl.allocate_shared_memory(
         gl.float32, DQ_SHAPE, gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32)
     )
-    dq_to_send = tile_dq._reinterpret(gl.float32, [1, 1, 1, T.block_m, PART], dq.layout)
+    dq_to_send = reinterpret(tile_dq, gl.float32, [1, 1, 1, T.block_m, PART], dq.layout)
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [1, 1, T.block_m], delta.layout)
     block = gl.program_id(1)

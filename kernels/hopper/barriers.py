@@ -12,6 +12,8 @@ warp.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .gluon_api import partition_barrier
+
 
 @gluon.constexpr_function
 def _barrier_asm(kind, threads):
@@ -81,13 +83,13 @@ def wait_for_turn(counter, turn):
     gl.inline_asm_elementwise(
         "{ fence.proxy.async; mov.u32 $0, 0; }", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
-    gl.thread_barrier()
+    partition_barrier()
 
 
 @gluon.jit
 def pass_turn(counter):
     """Pass the turn on, once the bulk copies of this partition of one warp are written."""
     bulk_writes_done()
-    gl.thread_barrier()
+    partition_barrier()
     ASM: gl.constexpr = _release_asm()
     gl.inline_asm_elementwise(ASM, "=r,l", [counter.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,16 +1,19 @@
 """The names of Gluon that moved between Triton 3.6 and 3.9, under one spelling.
 
-| here             | Triton 3.6                                     | Triton 3.9             |
-|------------------|------------------------------------------------|------------------------|
-| `aggregate`      | `triton.language.core._aggregate`              | `gluon.aggregate`      |
-| `tma_load`       | `tma.async_copy_global_to_shared`              | `tma.async_load`       |
-| `tma_store`      | `tma.async_copy_shared_to_global`              | `tma.async_store`      |
-| `tma_reduce_add` | no Gluon name, but the builder has the operation | `tma.async_atomic_add` |
+| here                | Triton 3.6                                       | Triton 3.9             |
+|---------------------|--------------------------------------------------|------------------------|
+| `aggregate`         | `triton.language.core._aggregate`                | `gluon.aggregate`      |
+| `tma_load`          | `tma.async_copy_global_to_shared`                | `tma.async_load`       |
+| `tma_store`         | `tma.async_copy_shared_to_global`                | `tma.async_store`      |
+| `tma_reduce_add`    | no Gluon name, but the builder has the operation | `tma.async_atomic_add` |
+| `partition_barrier` | `gl.thread_barrier`                              | `gl.barrier`           |
+| `reinterpret`       | `buffer._reinterpret`                            | `buffer.reinterpret`   |
 
 Names are looked up, not versions: whatever the installed Triton offers decides.
 """
 
 from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -22,6 +25,7 @@ else:
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_load") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 if hasattr(tma, "async_atomic_add"):
     tma_reduce_add = tma.async_atomic_add
@@ -37,4 +41,11 @@ else:
         )
 
 
-__all__ = ["aggregate", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait"]
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """The same shared memory, seen as another tile."""
+    method = buffer.reinterpret if hasattr(buffer, "reinterpret") else buffer._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+__all__ = ["aggregate", "partition_barrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait"]
