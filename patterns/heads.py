@@ -235,7 +235,7 @@ def _upcast(heads: Heads) -> Heads | None:
 
 
 def _multiplied(heads: Heads) -> Heads | None:
-    taken = number_times(heads.node)
+    taken = number_times(heads.node, operation(heads.node))
     if (
         taken is None
         or _tensor(taken[0]).dtype != heads.dtype
@@ -245,9 +245,8 @@ def _multiplied(heads: Heads) -> Heads | None:
     return replace(heads, node=taken[0], factor=heads.factor * taken[1])
 
 
-def number_times(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """(x, c) for `c * x`, `x / c` with a known number c."""
-    name = operation(node)
+def number_times(node: fx.Node, name: str) -> tuple[fx.Node, float] | None:
+    """(x, c) for `c * x`, `x / c` with a known number c. `name`: what `node` does."""
     if name not in ("mul", "div") or len(node.args) != 2 or node.kwargs:
         return None
     x, c = node.args

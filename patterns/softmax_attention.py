@@ -75,7 +75,7 @@ def read(effects: Effects, softmax: fx.Node) -> Written | None:
     if tensor is None or tensor.dim() not in (3, 4) or not softmax.args or not isinstance(softmax.args[0], fx.Node):
         return None
     dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
-    if not _reaches_product(softmax, {}) or not _comes_from_product(softmax):
+    if not _reaches_product(softmax) or not _comes_from_product(softmax):
         return None
     if dim not in (-1, tensor.dim() - 1):
         raise Refused(f"The softmax {softmax.name!r} runs over axis {dim}, not over the keys, which are the last.")
@@ -91,25 +91,18 @@ def read(effects: Effects, softmax: fx.Node) -> Written | None:
     return _Values(effects, softmax, scores).read()
 
 
-def _reaches_product(node: fx.Node, seen: dict[fx.Node, None]) -> bool:
-    """Whether the weights are multiplied with something, through operations that keep them weights."""
-    for user in node.users:
-        if user in seen or len(seen) > _MAX_STEPS:
-            continue
-        seen[user] = None
-        name = operation(user)
-        if name in PRODUCTS:
-            return True
-        if name in _CASTS | {
-            "dropout",
-            "getitem",
-            "slice",
-            "mul",
-            "masked_fill",
-            "view",
-            "expand",
-        } and _reaches_product(user, seen):
-            return True
+def _reaches_product(softmax: fx.Node) -> bool:
+    """Whether a product stands a few operations that keep the rows after the softmax."""
+    rows = sizes(cast(torch.Tensor, fake_tensor(softmax)))[:-1]
+    queue, seen = [softmax], {softmax}
+    for node in queue:
+        for user in node.users:
+            tensor = fake_tensor(user)
+            if operation(user) in PRODUCTS:
+                return True
+            if user not in seen and tensor is not None and sizes(tensor)[:-1] == rows and len(seen) < _MAX_STEPS:
+                seen.add(user)
+                queue.append(user)
     return False
 
 
@@ -164,7 +157,10 @@ class _Parser:
             return None
         self._depth += 1
         try:
-            return rule(self, node)
+            scores = rule(self, node)
+            if scores is None and self.blocker is None and name not in PRODUCTS:
+                self.blocker = node
+            return scores
         finally:
             self._depth -= 1
 
@@ -216,10 +212,9 @@ class _Parser:
         return scores and scores.through(node)
 
     def _scaled(self, node: fx.Node) -> Scores | None:
-        taken = number_times(node)
-        scores = self._of(taken[0], node) if taken is not None else None
-        if scores is None or taken is None or taken[1] <= 0 or scores.sinks is not None:
-            self.blocker = node
+        taken = number_times(node, _name(node))
+        scores = self._of(taken[0], node) if taken is not None and taken[1] > 0 else None
+        if scores is None or taken is None or scores.sinks is not None:
             return None
         factor = taken[1]
         masks = tuple(replace(mask, factor=mask.factor * factor) for mask in scores.masks)
@@ -269,7 +264,6 @@ class _Parser:
 
     def _masked(self, scores: Scores, node: fx.Node, mask: MaskTerm) -> Scores | None:
         if scores.sinks is not None:
-            self.blocker = node
             return None
         return replace(scores, masks=(*scores.masks, mask)).through(node)
 
@@ -328,8 +322,9 @@ def _constant(effects: Effects, value: object) -> float | None:
         if name in _CASTS:
             return _constant(effects, value.args[0])
         at = {"tensor": 0, "scalar_tensor": 0, "full": 1}.get(name)
-        value = value.args[at] if at is not None and len(value.args) > at else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if fake_tensor(value) is not None:
+            value = value.args[at] if at is not None and len(value.args) > at else None
+    return number(value)
 
 
 def _product(node: fx.Node, q: object, k: object) -> Scores | None:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import fusion_pass.kernels  # noqa: F401
 from fusion_pass.graph.site import Operand, Refusal, Site, Step
+from fusion_pass.graph.vocabulary import fake_tensor
 from fusion_pass.patterns.attention import AttentionPattern
 
 Captured = tuple[fx.GraphModule, list[Any]]
@@ -82,7 +83,16 @@ def arguments(place: Site) -> dict[str, Any]:
 def conditions(place: Site) -> dict[str, Any]:
     """Of the arguments, those that say which keys are seen."""
     found = arguments(place)
-    return {name: found[name] for name in found if name not in ("q", "k", "v", "scale", "softcap", "sinks", "out_order")}
+    return {
+        name: found[name] for name in found if name not in ("q", "k", "v", "scale", "softcap", "sinks", "out_order")
+    }
+
+
+def heads(place: Site, name: str) -> int:
+    """Number of heads of an operand of the call."""
+    operand = place.call.tensors[name]
+    assert operand is not None
+    return int(move(fake_tensor(operand.node), operand.steps).shape[2])
 
 
 def show(place: Site) -> str:
