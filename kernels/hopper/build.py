@@ -27,7 +27,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 _ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
 
-class _Source(GluonASTSource):
+class _Source(GluonASTSource):  # type: ignore[misc]
     """A Gluon kernel whose cache entry also depends on the assembler that is used."""
 
     def __init__(self, assembler_version: str, *args: Any, **kwargs: Any) -> None:

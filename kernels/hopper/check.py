@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 from .build import Instance, compile_instance, resources
 from .instances import backward_instance, forward_instance
@@ -29,7 +30,7 @@ def _instances() -> Iterator[tuple[str, Callable[[], Instance]]]:
                 )
                 assert template is not None
                 name = "-".join(filter(None, ("forward", f"{dims[0]}x{dims[1]}", mask, extra)))
-                yield name, lambda template=template: forward_instance(template, "bf16")
+                yield name, partial(forward_instance, template, "bf16")
     for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
         for mask in MASKS:
             for extra in ("", "softcap", "deterministic"):
@@ -38,7 +39,7 @@ def _instances() -> Iterator[tuple[str, Callable[[], Instance]]]:
                 )
                 assert backward is not None
                 name = "-".join(filter(None, ("backward", f"{dims[0]}x{dims[1]}", mask, extra)))
-                yield name, lambda template=backward: backward_instance(template, "bf16")
+                yield name, partial(backward_instance, backward, "bf16")
 
 
 INSTANCES = dict(_instances())

@@ -24,7 +24,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Triton's names."""
 
 
-class _Valid(TensorDescriptor):
+class _Valid(TensorDescriptor):  # type: ignore[misc]
     """A descriptor whose arguments are known to be valid: Triton's checks cost more than a launch."""
 
     def __post_init__(self) -> None:

@@ -22,178 +22,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from . import barriers
-from .gluon_api import aggregate, tma_load, tma_store, tma_store_wait
-from .scores import key_blocks, key_limits, tanh
-
-_FREE = gl.constexpr(5)
-"""First named barrier: `stages` for "K block free", `stages` for "V block free", one per warpgroup for its turn
-(pingpong)."""
-
-
-@aggregate
-class Problem:
-    """The arguments of the kernel, see `forward_kernel`."""
-
-    q: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    o: tma.tensor_descriptor
-    o_ptr: gl.tensor
-    o_strides: gl.tuple
-    lse: gl.tensor
-    sinks: gl.tensor
-    row_low: gl.tensor
-    row_high: gl.tensor
-    ranges: gl.tensor
-    counter: gl.tensor
-    sizes: gl.tuple
-    band: gl.tuple
-    rows_strides: gl.tuple
-    scale: gl.tensor
-    cap_scale: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q,
-        k,
-        v,
-        o,
-        o_ptr,
-        o_strides,
-        lse,
-        sinks,
-        row_low,
-        row_high,
-        ranges,
-        counter,
-        sizes,
-        band,
-        rows_strides,
-        scale,
-        cap_scale,
-    ):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.o = o
-        self.o_ptr = o_ptr
-        self.o_strides = o_strides
-        self.lse = lse
-        self.sinks = sinks
-        self.row_low = row_low
-        self.row_high = row_high
-        self.ranges = ranges
-        self.counter = counter
-        self.sizes = sizes
-        self.band = band
-        self.rows_strides = rows_strides
-        self.scale = scale
-        self.cap_scale = cap_scale
-
-
-@aggregate
-class Shared:
-    """Shared memory and its barriers."""
-
-    q: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    o: gl.shared_memory_descriptor
-    next_tile: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    q_free: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    tile_full: gl.shared_memory_descriptor
-    tile_free: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, o, next_tile, q_full, q_free, k_full, v_full, tile_full, tile_free):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.o = o
-        self.next_tile = next_tile
-        self.q_full = q_full
-        self.q_free = q_free
-        self.k_full = k_full
-        self.v_full = v_full
-        self.tile_full = tile_full
-        self.tile_free = tile_free
-
-
-@gluon.constexpr_function
-def _scores_layout(T):
-    """Registers of a [64, block_n] tile of scores: one warpgroup, the accumulator of wgmma."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.template.block_n, 16])
-
-
-@gluon.constexpr_function
-def _out_layout(T):
-    """Registers of a [64, v_dim] tile of the output. Its rows sit in the same threads as those of the scores."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.template.v_dim, 16])
-
-
-@gluon.jit
-def _zeros(columns: gl.constexpr, LAYOUT: gl.constexpr):
-    return gl.zeros((64, columns), gl.float32, LAYOUT)
-
-
-# ---------------------------------------------------------------------------------------------------- which tile
-
-
-@gluon.jit
-def num_tiles(p, T: gl.constexpr):
-    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-    return gl.cdiv(seq_q, T.block_m) * batch * heads
-
-
-@gluon.jit
-def place(tile, p, T: gl.constexpr):
-    """Row and (batch, head) of a tile, and its blocks of keys. `head_chunk` heads at a time (their K and V fit L2),
-    last rows first."""
-    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-    band_low, band_high = p.band
-    rows_stride, ranges_stride = p.rows_strides
-    per_head = gl.cdiv(seq_q, T.block_m)
-    chunk = tile // (per_head * head_chunk)
-    within = tile - chunk * (per_head * head_chunk)
-    chunk_heads = gl.minimum(head_chunk, batch * heads - chunk * head_chunk)
-    from_last = within // chunk_heads
-    head = chunk * head_chunk + (within - from_last * chunk_heads)
-    row0 = (per_head - 1 - from_last) * T.block_m
-    first, last, clear_first, clear_last = key_blocks(
-        row0, seq_q, seq_k, band_low, band_high, p.ranges + (head // heads) * ranges_stride, T
-    )
-    return row0, head, first, last, clear_first, clear_last
-
-
-@gluon.jit
-def tile_after(turn, p, T: gl.constexpr):
-    """Round robin that turns back at each end: a program that got a heavy tile gets a light one next."""
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
-
-
-@gluon.jit
-def limits(row0, head, p, T: gl.constexpr):
-    """The interval of keys of each of the 64 rows at `row0`."""
-    LAYOUT: gl.constexpr = _scores_layout(T)
-    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-    band_low, band_high = p.band
-    rows_stride, ranges_stride = p.rows_strides
-    rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    offset = (head // heads) * rows_stride
-    return key_limits(rows, seq_k, band_low, band_high, p.row_low + offset, p.row_high + offset, T)
-
+from .forward_state import FREE, Problem, Shared, limits, num_tiles, out_layout, place, scores_layout, tile_after, zeros
+from .gluon_api import tma_load, tma_store, tma_store_wait
+from .scores import tanh
 
 # ---------------------------------------------------------------------------------------------------- load warp
 
@@ -212,7 +48,7 @@ def load_block(desc, block, full, free, use, coord, T: gl.constexpr):
 @gluon.jit
 def load_partition(p, mem, T: gl.constexpr):
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-    V_FREE: gl.constexpr = _FREE + T.stages
+    V_FREE: gl.constexpr = FREE + T.stages
     tiles = num_tiles(p, T)
     use = 0
     turn = 0
@@ -222,7 +58,7 @@ def load_partition(p, mem, T: gl.constexpr):
         b = head // heads
         h = head - b * heads
         kv = h // group
-        load_block(p.k, mem.k, mem.k_full, _FREE, use, [b, kv, (last - 1) * T.block_n, 0], T)
+        load_block(p.k, mem.k, mem.k_full, FREE, use, [b, kv, (last - 1) * T.block_n, 0], T)
         slot = turn % T.q_buffers
         for w in gl.static_range(T.warpgroups):
             at = slot * T.warpgroups + w
@@ -240,7 +76,7 @@ def load_partition(p, mem, T: gl.constexpr):
         else:
             tile = tile_after(turn, p, T)
         for back in range(1, last - first):
-            load_block(p.k, mem.k, mem.k_full, _FREE, use, [b, kv, (last - 1 - back) * T.block_n, 0], T)
+            load_block(p.k, mem.k, mem.k_full, FREE, use, [b, kv, (last - 1 - back) * T.block_n, 0], T)
             load_block(p.v, mem.v, mem.v_full, V_FREE, use, [b, kv, (last - 1 - back) * T.block_n, 0], T)
             use += 1
 
@@ -251,13 +87,13 @@ def load_partition(p, mem, T: gl.constexpr):
 @gluon.jit
 def take_turn(w: gl.constexpr, T: gl.constexpr):
     if T.pingpong:
-        barriers.sync(_FREE + 2 * T.stages + w, 256)
+        barriers.sync(FREE + 2 * T.stages + w, 256)
 
 
 @gluon.jit
 def pass_turn(w: gl.constexpr, T: gl.constexpr):
     if T.pingpong:
-        barriers.arrive(_FREE + 2 * T.stages + (w + 1) % T.warpgroups, 256)
+        barriers.arrive(FREE + 2 * T.stages + (w + 1) % T.warpgroups, 256)
 
 
 @gluon.jit
@@ -269,7 +105,7 @@ def row_sums(x):
 @gluon.jit
 def scores(s, block, low, high, p, T: gl.constexpr, MASKED: gl.constexpr):
     """Softcap, then the mask: in units of `p.scale`, which turns them into exponents of 2."""
-    LAYOUT: gl.constexpr = _scores_layout(T)
+    LAYOUT: gl.constexpr = scores_layout(T)
     if T.softcap:
         s = tanh(s * p.cap_scale)
     if MASKED:
@@ -302,7 +138,7 @@ def first_probabilities(s, block, low, high, p, T: gl.constexpr):
 @gluon.jit
 def as_operand(probabilities, p, T: gl.constexpr):
     """P in the input's precision, in registers, as the left operand of the product with V."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, _out_layout(T), 2)
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, out_layout(T), 2)
     return gl.convert_layout(probabilities.to(p.v.dtype), LAYOUT, assert_trivial=True)
 
 
@@ -334,12 +170,12 @@ def attend(
     MASKED: gl.constexpr,
 ):
     """One block of keys: its scores, and the product of the block before with V."""
-    LAYOUT: gl.constexpr = _scores_layout(T)
-    OUT: gl.constexpr = _out_layout(T)
+    LAYOUT: gl.constexpr = scores_layout(T)
+    OUT: gl.constexpr = out_layout(T)
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
     stage = use % T.stages
     before = (use - 1) % T.stages
-    zero = _zeros(T.block_n, LAYOUT)
+    zero = zeros(T.block_n, LAYOUT)
     mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
     take_turn(w, T)
     s = warpgroup_mma(q, k_block(mem, stage, T), zero, use_acc=False, is_async=True)
@@ -347,7 +183,7 @@ def attend(
     acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
     pass_turn(w, T)
     s = warpgroup_mma_wait(1, (s,))
-    barriers.arrive(_FREE + stage, THREADS)
+    barriers.arrive(FREE + stage, THREADS)
     s = scores(s, block, low, high, p, T, MASKED)
     new_maximum = gl.maximum(maximum, gl.max(s, 1))
     shift = finite(new_maximum, MASKED)
@@ -359,7 +195,7 @@ def attend(
     # The operand is a dependence of the wait: its registers must not be reused while the product reads them
     # (docs/hopper.md, hazards).
     acc, operand = warpgroup_mma_wait(0, (acc, operand))
-    barriers.arrive(_FREE + T.stages + before, THREADS)
+    barriers.arrive(FREE + T.stages + before, THREADS)
     operand = as_operand(probabilities, p, T)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     return acc, new_maximum, total, operand
@@ -368,8 +204,8 @@ def attend(
 @gluon.jit
 def finish(acc, maximum, total, row0, head, p, mem, w: gl.constexpr, T: gl.constexpr):
     """Normalise a tile, write O and LSE. A row that saw no key is 0 with LSE -inf."""
-    LAYOUT: gl.constexpr = _scores_layout(T)
-    OUT: gl.constexpr = _out_layout(T)
+    LAYOUT: gl.constexpr = scores_layout(T)
+    OUT: gl.constexpr = out_layout(T)
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     b = head // heads
     h = head - b * heads
@@ -408,15 +244,15 @@ def finish(acc, maximum, total, row0, head, p, mem, w: gl.constexpr, T: gl.const
 
 @gluon.jit
 def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
-    LAYOUT: gl.constexpr = _scores_layout(T)
-    OUT: gl.constexpr = _out_layout(T)
+    LAYOUT: gl.constexpr = scores_layout(T)
+    OUT: gl.constexpr = out_layout(T)
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
     tiles = num_tiles(p, T)
     tile = gl.program_id(0)  # the grid is never larger than the number of tiles
     row0, head, first, last, clear_first, clear_last = place(tile, p, T)
     row0 += w * 64
     low, high = limits(row0, head, p, T)
-    zero = _zeros(T.block_n, LAYOUT)
+    zero = zeros(T.block_n, LAYOUT)
     mbarrier.wait(mem.q_full.index(w), 0)
     mbarrier.wait(mem.k_full.index(0), 0)
     if T.pingpong:  # noqa: SIM102 (decided at compile time; the next one is not)
@@ -426,10 +262,10 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     s = warpgroup_mma(mem.q.index(w).reshape([64, T.qk_dim]), k_block(mem, 0, T), zero, use_acc=False, is_async=True)
     pass_turn(w, T)
     s = warpgroup_mma_wait(0, (s,))
-    barriers.arrive(_FREE, THREADS)
+    barriers.arrive(FREE, THREADS)
     probabilities, maximum, total = first_probabilities(s, last - 1, low, high, p, T)
     operand = as_operand(probabilities, p, T)
-    acc = _zeros(T.v_dim, OUT)
+    acc = zeros(T.v_dim, OUT)
     use = 1
     turn = 0
     while tile < tiles:
@@ -475,7 +311,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             low, high = limits(next_row0, next_head, p, T)
             stage = use % T.stages
             slot = (turn % T.q_buffers) * T.warpgroups + w
-            zero = _zeros(T.block_n, LAYOUT)
+            zero = zeros(T.block_n, LAYOUT)
             mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
             mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
             take_turn(w, T)
@@ -486,13 +322,13 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
             pass_turn(w, T)
             s = warpgroup_mma_wait(1, (s,))
-            barriers.arrive(_FREE + stage, THREADS)
+            barriers.arrive(FREE + stage, THREADS)
             probabilities, next_maximum, next_total = first_probabilities(s, last - 1, low, high, p, T)
             acc, operand = warpgroup_mma_wait(0, (acc, operand))
-            barriers.arrive(_FREE + T.stages + before, THREADS)
+            barriers.arrive(FREE + T.stages + before, THREADS)
             operand = as_operand(probabilities, p, T)
             finish(acc, maximum, total, row0, head, p, mem, w, T)
-            acc = _zeros(T.v_dim, OUT)
+            acc = zeros(T.v_dim, OUT)
             row0 = next_row0
             head = next_head
             maximum = next_maximum

@@ -16,12 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language import core
 
-if hasattr(gluon, "aggregate"):
-    aggregate = gluon.aggregate
-else:
-    from triton.language.core import _aggregate as aggregate
-
+aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_load") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait

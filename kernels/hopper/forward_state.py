@@ -1,0 +1,171 @@
+"""What the partitions of the forward share: arguments, shared memory, layouts, and which tile of queries comes next."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from .gluon_api import aggregate
+from .scores import key_blocks, key_limits
+
+FREE = gl.constexpr(5)
+"""First named barrier: `stages` for "K block free", `stages` for "V block free", one per warpgroup for its turn
+(pingpong)."""
+
+
+@aggregate
+class Problem:
+    """The arguments of the kernel, see `forward_kernel`."""
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    o: tma.tensor_descriptor
+    o_ptr: gl.tensor
+    o_strides: gl.tuple
+    lse: gl.tensor
+    sinks: gl.tensor
+    row_low: gl.tensor
+    row_high: gl.tensor
+    ranges: gl.tensor
+    counter: gl.tensor
+    sizes: gl.tuple
+    band: gl.tuple
+    rows_strides: gl.tuple
+    scale: gl.tensor
+    cap_scale: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        q,
+        k,
+        v,
+        o,
+        o_ptr,
+        o_strides,
+        lse,
+        sinks,
+        row_low,
+        row_high,
+        ranges,
+        counter,
+        sizes,
+        band,
+        rows_strides,
+        scale,
+        cap_scale,
+    ):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.o = o
+        self.o_ptr = o_ptr
+        self.o_strides = o_strides
+        self.lse = lse
+        self.sinks = sinks
+        self.row_low = row_low
+        self.row_high = row_high
+        self.ranges = ranges
+        self.counter = counter
+        self.sizes = sizes
+        self.band = band
+        self.rows_strides = rows_strides
+        self.scale = scale
+        self.cap_scale = cap_scale
+
+
+@aggregate
+class Shared:
+    """Shared memory and its barriers."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+    next_tile: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_free: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    tile_full: gl.shared_memory_descriptor
+    tile_free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, o, next_tile, q_full, q_free, k_full, v_full, tile_full, tile_free):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.o = o
+        self.next_tile = next_tile
+        self.q_full = q_full
+        self.q_free = q_free
+        self.k_full = k_full
+        self.v_full = v_full
+        self.tile_full = tile_full
+        self.tile_free = tile_free
+
+
+@gluon.constexpr_function
+def scores_layout(T):
+    """Registers of a [64, block_n] tile of scores: one warpgroup, the accumulator of wgmma."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.template.block_n, 16])
+
+
+@gluon.constexpr_function
+def out_layout(T):
+    """Registers of a [64, v_dim] tile of the output. Its rows sit in the same threads as those of the scores."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.template.v_dim, 16])
+
+
+@gluon.jit
+def zeros(columns: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.zeros((64, columns), gl.float32, LAYOUT)
+
+
+# ---------------------------------------------------------------------------------------------------- which tile
+
+
+@gluon.jit
+def num_tiles(p, T: gl.constexpr):
+    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+    return gl.cdiv(seq_q, T.block_m) * batch * heads
+
+
+@gluon.jit
+def place(tile, p, T: gl.constexpr):
+    """Row and (batch, head) of a tile, and its blocks of keys. `head_chunk` heads at a time (their K and V fit L2),
+    last rows first."""
+    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+    band_low, band_high = p.band
+    rows_stride, ranges_stride = p.rows_strides
+    per_head = gl.cdiv(seq_q, T.block_m)
+    chunk = tile // (per_head * head_chunk)
+    within = tile - chunk * (per_head * head_chunk)
+    chunk_heads = gl.minimum(head_chunk, batch * heads - chunk * head_chunk)
+    from_last = within // chunk_heads
+    head = chunk * head_chunk + (within - from_last * chunk_heads)
+    row0 = (per_head - 1 - from_last) * T.block_m
+    first, last, clear_first, clear_last = key_blocks(
+        row0, seq_q, seq_k, band_low, band_high, p.ranges + (head // heads) * ranges_stride, T
+    )
+    return row0, head, first, last, clear_first, clear_last
+
+
+@gluon.jit
+def tile_after(turn, p, T: gl.constexpr):
+    """Round robin that turns back at each end: a program that got a heavy tile gets a light one next."""
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
+
+
+@gluon.jit
+def limits(row0, head, p, T: gl.constexpr):
+    """The interval of keys of each of the 64 rows at `row0`."""
+    LAYOUT: gl.constexpr = scores_layout(T)
+    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+    band_low, band_high = p.band
+    rows_stride, ranges_stride = p.rows_strides
+    rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    offset = (head // heads) * rows_stride
+    return key_limits(rows, seq_k, band_low, band_high, p.row_low + offset, p.row_high + offset, T)

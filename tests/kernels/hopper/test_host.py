@@ -1,0 +1,113 @@
+"""What the host decides before a launch: kind of mask and band, chunks of heads, the assembler, tensor maps, and the
+reasons for a refusal."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from attention_oracle import visible
+
+from fusion_pass.kernels.attention_ops import _problem
+from fusion_pass.kernels.hopper import _supports
+from fusion_pass.kernels.registry import Request
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (5, 9), (9, 5), (1, 4)])
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("window", [(-1, -1), (2, -1), (-1, 1), (0, 0), (100, 3)])
+def test_band_is_the_mask(queries: int, keys: int, causal: str, window: tuple[int, int]) -> None:
+    from fusion_pass.kernels.hopper.plans import Call
+
+    q, k = torch.empty(1, queries, 1, 8), torch.empty(1, keys, 1, 8)
+    conditions = {"causal": causal, "window_left": window[0], "window_right": window[1]}
+    call = Call.of(_problem(q, k, k, **conditions))  # type: ignore[arg-type]
+    low, high = call.band()
+    row, key = torch.arange(queries)[:, None], torch.arange(keys)
+    assert torch.equal((key >= row + low) & (key <= row + high), visible(q, k, **conditions)[0, 0])
+    expected = "band" if window[0] != -1 else "right" if causal != "none" or window[1] != -1 or keys % 4 else "none"
+    assert call.mask(4) == expected
+
+
+def test_chunks_of_heads() -> None:
+    from fusion_pass.kernels.hopper.plans import _chunk
+
+    assert [_chunk(heads, 4) for heads in (1, 4, 6, 7, 64)] == [1, 4, 3, 1, 4]
+    assert _chunk(70_002, 1) == 2  # 65535 chunks are the most
+
+
+def test_assembler_is_chosen_without_a_trace() -> None:
+    from triton import knobs
+
+    from fusion_pass.kernels.hopper import assembler
+
+    chosen = assembler.choose()
+    assert isinstance(chosen, assembler.Assembler)
+    assert tuple(map(int, chosen.version.split("."))) >= assembler.OLDEST
+    before = dict(os.environ), knobs.nvidia.ptxas.path
+    with assembler.assembling_with(chosen):
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        assert get_ptxas(90).path == chosen.path
+    assert (dict(os.environ), knobs.nvidia.ptxas.path) == before
+
+
+def test_old_assemblers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusion_pass.kernels.hopper import assembler
+
+    monkeypatch.setattr(assembler, "OLDEST", (99, 0))
+    assembler.choose.cache_clear()
+    try:
+        assert "ptxas 99.0 or newer" in str(assembler.choose())
+    finally:
+        assembler.choose.cache_clear()
+
+
+def test_what_tensor_maps_can_read() -> None:
+    from fusion_pass.kernels.hopper.descriptors import fits, readable, tensor_map
+
+    x = torch.zeros(2, 5, 3, 64, dtype=torch.bfloat16)
+    assert fits(x)
+    assert fits(x.transpose(1, 2))
+    assert fits(x[:, :1, :1])  # the stride of an axis of one element does not matter
+    assert not fits(x[..., 1:])  # misaligned
+    assert not fits(x[:, :, :1].expand(2, 5, 3, 64))  # stride 0
+    assert not fits(x.transpose(2, 3))
+    assert fits(readable(x[..., 1:57]))
+    described = tensor_map(x.shape, x.stride(), x.dtype, 64, 64)
+    assert (described.shape, described.strides) == ([2, 3, 5, 64], [960, 64, 192, 1])
+
+
+def request(**changes: object) -> Request:
+    shapes = dict.fromkeys("qkv", (2, 128, 4, 64)) | changes.pop("shapes", {})  # type: ignore[operator]
+    dtypes = dict.fromkeys("qkv", torch.bfloat16) | changes.pop("dtypes", {})  # type: ignore[operator]
+    return Request(op="attention", device=torch.device("cuda", 0), shapes=shapes, dtypes=dtypes, options=changes)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (request(), None),
+        (request(causal="bottom_right", window_left=3, softcap=20.0), None),
+        (request(dtypes={"cu_seqlens_q": torch.int32}), None),
+        (request(dtypes={"q": torch.float32}), "q is torch.float32"),
+        (request(dtypes={"v": torch.float16}), "v is torch.float16"),
+        (request(dtypes={"mask": torch.bool}), "mask is given"),
+        (request(dtypes={"q_segment_ids": torch.int32}), "q_segment_ids may be in any order"),
+        (request(scale=-1.0), "scale is -1.0"),
+        (request(shapes={"v": (2, 128, 4, 60)}), "head_dim of v is 60"),
+        (request(shapes={"q": (2, 128, 4, 264)}), "head_dim of q is 264"),
+    ],
+)
+def test_reasons(call: Request, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    given = _supports(call)
+    assert given == reason if reason is None else str(given).startswith(reason)
+
+
+def test_other_chips_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (10, 0))
+    assert _supports(request()) == "these tensors are on a GPU that is not sm_90."
