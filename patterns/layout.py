@@ -41,6 +41,8 @@ def roles_of(root: Evaluator, rotation: Rotation) -> Roles:
         if 0 in varying and 1 in varying and 2 in varying or not candidates:
             raise Refused("The tables differ between heads; the operator takes one table for all heads.")
         heads = candidates[0] if len(candidates) == 1 else _heads_axis(root, rotation, candidates)
+        if _lanes_at(root, rotation, 3 - heads) and not _lanes_at(root, rotation, heads):
+            raise Refused("The tables differ between heads; the operator takes one table for all heads.")
         return Roles(0, 3 - heads, heads)
     if outer == 2:
         if varying == [0, 1]:

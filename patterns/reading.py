@@ -199,9 +199,9 @@ def _starts(effects: Effects, end: fx.Node) -> Iterator[fx.Node]:
 def _shared(effects: Effects, end: fx.Node) -> Iterator[fx.Node]:
     """What a mixture of lanes may be a mixture of: nodes that lead to `end` on more than one way, nearest first."""
     mixed = end
-    while len(read := [n for n in inputs(effects, mixed) if fake_tensor(n) is not None]) == 1 and operation(mixed) != "sum":
+    while len(read := _values_read(effects, mixed)) == 1 and operation(mixed) != "sum":
         mixed = read[0]
-    if len(read) < 2:
+    if len(read) < 2 or operation(mixed) in ("mul", "matmul", "einsum"):
         yield from upstream(effects, mixed)
         return
     ways: dict[fx.Node, int] = {}
@@ -209,6 +209,10 @@ def _shared(effects: Effects, end: fx.Node) -> Iterator[fx.Node]:
         for node in [parent, *upstream(effects, parent)]:
             ways[node] = ways.get(node, 0) + 1
     yield from sorted((n for n, w in ways.items() if w > 1), key=effects.order.__getitem__, reverse=True)
+
+
+def _values_read(effects: Effects, node: fx.Node) -> list[fx.Node]:
+    return [n for n in inputs(effects, node) if fake_tensor(n) is not None or written_arguments(n)]
 
 
 def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Reading:

@@ -115,6 +115,8 @@ def locate(data: Array, wanted: Array) -> tuple[int, int, int, dict[int, int]] |
     length = wanted.shape[1]
     if flat.shape[1] < length:
         return None
+    if equal(flat[:, :length], wanted) and shape[-1] >= length:
+        return len(shape) - 1, 0, 1, {d: 0 for d, n in enumerate(shape[:-1]) if n > 1}
     order = np.argsort(flat[0], kind="stable")
     at = np.searchsorted(flat[0][order], wanted[0] - TOLERANCE * (1 + abs(wanted[0])))
     if (at >= len(order)).any():

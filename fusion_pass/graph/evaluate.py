@@ -63,8 +63,7 @@ class Evaluator:
         value = self.read(node, at)
         if not isinstance(value, Value):
             return value
-        key = ("sealed", node, self.effects.last_write(node, at))
-        return lanes.seal(value, key, lambda shape: self.random((key, shape), shape))
+        return lanes.seal(value, lambda key, n: self.random(key, (WORLDS, n)))
 
     def study(self, node: fx.Node, draws: Callable[[Array], Array], outer: bool = False) -> Study:
         """An evaluator in which `node` is a source with lanes `draws(random)`. `outer`: no axis but its last may become lanes."""

@@ -175,19 +175,21 @@ def join_axes(values: Sequence[Value]) -> dict[Source, tuple[Path, ...]]:
     return joined
 
 
-def seal(value: Value, key: Hashable, random: Callable[[tuple[int, ...]], Array]) -> Value:
-    """`value` with the lanes of its axes before the last turned into labels of a new source.
+def seal(value: Value, random: Callable[[Hashable, int], Array]) -> Value:
+    """`value` with the lanes of its axes before the last turned into labels.
 
-    Along a sealed axis only a random combination is kept. It is linear, so two lanes are equal (or opposite) after sealing exactly when they are
-    at every place of the axis.
+    Along a sealed axis only a random combination of its places is kept, the same one for all axes of that length. It is linear, so two lanes are
+    equal (or opposite) after sealing exactly when they are at every place, also between two sealed values.
     """
-    sealed = [d for d in range(value.rank - 1) if value.lanes(d)]
-    if not sealed:
-        return value
-    shape = [n if d - 2 in sealed else 1 for d, n in enumerate(value.data.shape)]
-    data = (value.data * random((WORLDS, *shape[1:]))).sum(axis=tuple(2 + d for d in sealed), keepdims=True)
-    paths = tuple(("axis", d) if d in sealed else None for d in range(value.rank))
-    return Value(value.shape, data, {**value.axes, Source(key, value.shape): paths})
+    axes = dict(value.axes)
+    data = value.data
+    for ordinal, d in enumerate(d for d in range(value.rank - 1) if value.lanes(d)):
+        n = value.data.shape[2 + d]
+        key = ("sealed", n, ordinal)
+        factors = random(key, n).reshape(WORLDS, 1, *(n if k == d else 1 for k in range(value.rank)))
+        data = (data * factors).sum(axis=2 + d, keepdims=True)
+        axes[Source(key, (n,))] = tuple(("axis", 0) if k == d else None for k in range(value.rank))
+    return value if data is value.data else Value(value.shape, data, axes)
 
 
 # --- data movement -------------------------------------------------------------------------------------------------------------------

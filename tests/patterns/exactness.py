@@ -103,7 +103,10 @@ def _widen(module: fx.GraphModule) -> None:
             node.target = _WIDE_METHODS[node.target]
         node.args = fx.node.map_aggregate(node.args, lambda a: _WIDE.get(a, a) if isinstance(a, torch.dtype) else a)
         node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _WIDE.get(a, a) if isinstance(a, torch.dtype) else a)
-        if node.target in (torch.arange, torch.empty, torch.zeros, torch.ones, torch.full) and "dtype" not in node.kwargs:
+        if (
+            node.target in (torch.arange, torch.empty, torch.zeros, torch.ones, torch.full)
+            and "dtype" not in node.kwargs
+        ):
             tensor = node.meta["example_value"]
             if tensor.is_floating_point():
                 node.kwargs = {**node.kwargs, "dtype": torch.float64}

@@ -1,0 +1,174 @@
+"""Near misses. Each is refused with its reason, or only what is exact is fused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import assert_exact, capture, find, reasons_of, sites_of
+from spellings import HALF, Attention, D, H, S, halves, inputs, rms
+
+
+def refused(reason: str, **spelling) -> None:
+    found = reasons_of(Attention(**spelling), *inputs())
+    assert found and all(reason in r for r in found), found
+
+
+@pytest.mark.parametrize(
+    "norm",
+    (
+        lambda x, w: x * torch.rsqrt(x.pow(2).mean(2, keepdim=True) + 1e-6) * w,
+        lambda x, w: x * torch.rsqrt(x[..., :HALF].pow(2).mean(-1, keepdim=True) + 1e-6) * w,
+        lambda x, w: x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + 1e-6) * w,
+        lambda x, w: x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-6) * w,
+        lambda x, w: x * torch.rsqrt(x.roll(1, 2).pow(2).mean(-1, keepdim=True) + 1e-6) * w,
+        lambda x, w: x * torch.rsqrt(x.mean(-1, keepdim=True) + 1e-6) * w,
+    ),
+    ids=("over_heads", "over_half", "eps_outside_root", "of_another", "of_next_head", "not_squared"),
+)
+def test_wrong_norm(norm):
+    refused("not provably by RMSNorm or LayerNorm", norm=norm)
+
+
+def test_sum_instead_of_mean():
+    """Sum of squares is a mean of squares with another weight and eps, which are not in the graph."""
+    refused("not provably", norm=lambda x, w: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) * w)
+
+
+def test_second_reader_of_the_normalised_tensor():
+    class Twice(Attention):
+        def one(self, x, w, c, s):
+            n = rms(x, w)
+            self.kept.append(n)
+            return halves(n, c, s).transpose(1, 2)
+
+        def forward(self, *args):
+            self.kept = []
+            return super().forward(*args), self.kept[0].sum()
+
+    found = reasons_of(Twice(), *inputs())
+    assert any("also read outside it" in r for r in found), found
+
+
+def test_two_different_eps():
+    class TwoEps(Attention):
+        def one(self, x, w, c, s):
+            return halves(rms(x, w, 1e-5 if w is self.q_weight else 1e-6), c, s).transpose(1, 2)
+
+    found = reasons_of(TwoEps(), *inputs())
+    assert len(found) == 1 and "two different eps" in found[0]
+
+
+def test_each_weight_is_taken_from_its_own_chain():
+    """A model that normalises q with k's weight gets just that."""
+
+    class Swapped(Attention):
+        def one(self, x, w, c, s):
+            return super().one(x, self.k_weight if w is self.q_weight else self.q_weight, c, s)
+
+    (site,) = sites_of(Swapped(), *inputs())
+    assert "k_weight" in site.call.tensors["q_weight"].node.name
+    assert "q_weight" in site.call.tensors["k_weight"].node.name
+
+
+@pytest.mark.parametrize("change", ("mul", "seq", "view"))
+def test_in_place_between_norm_and_rotation(change):
+    def write(x):
+        if change == "mul":
+            return x.mul_(2.0)
+        if change == "seq":
+            x[:, 4:] = x[:, 4:] * 2
+            return x
+        x[..., :3].add_(1.0)
+        return x
+
+    module, args = capture(Attention(between=write, norm=lambda x, w: rms(x, w) * 1.0), *inputs())
+    sites, refusals = find(module)
+    assert refusals or all(s.call.options.get("norm", "none") == "none" for s in sites)
+
+
+def test_rotation_written_into_the_normalised_tensor():
+    class CogVideoX(Attention):
+        def one(self, x, w, c, s):
+            q = F.layer_norm(x, (D,), w, None, 1e-6).transpose(1, 2)
+            q[:, :, 2:] = halves(q[:, :, 2:], c.transpose(1, 2)[:, :, 2:], s.transpose(1, 2)[:, :, 2:])
+            return q
+
+    found = reasons_of(CogVideoX(), *inputs())
+    assert len(found) == 2 and all("written back" in r for r in found), found
+
+
+def test_halves_that_are_provably_different():
+    def rotate(q, c, s):
+        return halves(q, torch.cat((c[..., :HALF], c[..., HALF:] * c[..., HALF:]), -1), s)
+
+    refused("different angles", rotate=rotate)
+
+
+def test_reflection():
+    refused("reflection", rotate=lambda q, c, s: q * c + torch.cat((q[..., HALF:], q[..., :HALF]), -1) * s)
+
+
+def test_exchanged_tables():
+    refused("exchanged", rotate=lambda q, c, s: halves(q, s, c))
+
+
+def test_sine_of_another_angle():
+    refused("one angle", rotate=lambda q, c, s: halves(q, c, s * s))
+
+
+def test_tables_along_heads():
+    def rotate(q, c, s):
+        return halves(q, c[:, :H].transpose(1, 2), s[:, :H].transpose(1, 2))
+
+    refused("differ between heads", rotate=rotate)
+
+
+@pytest.mark.parametrize(
+    "rotate",
+    (
+        lambda q, c, s: halves(q, c, s) + q.clamp(-1, 1),
+        lambda q, c, s: halves(q, c, s) * q,
+        lambda q, c, s: halves(q, c, s).clamp(-1, 1) * q,
+    ),
+    ids=("residual", "squared", "clamped"),
+)
+def test_what_follows_the_rotation_stays_in_the_graph(rotate):
+    """The rotation is inside and is fused; what reads its input and its result beside that is left alone."""
+    (site,) = sites_of(Attention(rotate=rotate, norm=None), *inputs())
+    assert all(output.node.target is not torch.mul for output in site.outputs)
+
+
+@pytest.mark.parametrize(
+    "rotate",
+    (
+        lambda q, c, s: q * c + torch.cat((-q[:, :, H // 2 :], q[:, :, : H // 2]), 2) * s,
+        lambda q, c, s: q * c + torch.cat((-q.roll(1, 1)[..., HALF:], q[..., :HALF]), -1) * s,
+        lambda q, c, s: halves(q * q, c, s) + q,
+        lambda q, c, s: q * c + torch.cat((-q[..., HALF:], q[..., :HALF]), -1) * s + 1.0,
+    ),
+    ids=("over_heads", "previous_token", "of_the_square", "shifted"),
+)
+def test_no_wrong_match(rotate):
+    module, args = capture(Attention(rotate=rotate, norm=None), *inputs())
+    sites, _ = find(module)
+    assert_exact(module, args, sites)
+
+
+def test_table_written_before_the_call():
+    """The sine is changed after q was rotated and before k is: one call cannot read both."""
+
+    class Changed(Attention):
+        def forward(self, x, cos, sin, inv):
+            self.count = 0
+            self.table = sin.clone()
+            return super().forward(x, cos, self.table, inv)
+
+        def one(self, x, w, c, s):
+            out = super().one(x, w, c, s)
+            self.table[: S // 2] = 0.5
+            return out
+
+    module, args = capture(Changed(given_tables=True), *inputs())
+    sites, _ = find(module)
+    assert not [s for s in sites if len(s.outputs) == 2]
