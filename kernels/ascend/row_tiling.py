@@ -1,7 +1,7 @@
 """How the norm + rotation kernels cut up heads and tokens: a pure function from sizes to a tile.
 
-A tile is `[tokens, heads, head_dim]` in a vector core's Unified Buffer. A whole token is one tile only while it fits: at
-96 + 8 heads of 128 lanes the compiler switches its own optimisations off to make it fit, 128 + 8 overflow
+A tile is `[tokens, heads, head_dim]` in a vector core's Unified Buffer. A whole token is one tile only while it fits:
+at 96 + 8 heads of 128 lanes the compiler switches its own optimisations off to make it fit, 128 + 8 overflow
 (`docs/ascend.md`). The bytes an element are from the compiler's placement of the buffers, rounded up.
 """
 
