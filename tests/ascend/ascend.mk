@@ -1,6 +1,6 @@
 # The Ascend checks, in an environment of their own (see setup_env.sh). Included by the Makefile.
 ASCEND_VENV ?= .venv-ascend
-ASCEND_TEST = FUSION_PASS_ASCEND_STRICT=1 $(ASCEND_VENV)/bin/python -m pytest -q
+ASCEND_TEST = ASCEND_TESTS_STRICT=1 $(ASCEND_VENV)/bin/python -m pytest -q
 
 .PHONY: test-ascend
 test-ascend:

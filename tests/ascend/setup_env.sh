@@ -34,6 +34,6 @@ if command -v apt-get > /dev/null && command -v dpkg-deb > /dev/null; then
   mkdir -p "$directory/llvm"
   for package in "$scratch"/*.deb; do dpkg-deb --extract "$package" "$directory/llvm"; done
 else
-  echo "apt-get is not here: without LLVM 19 the lowered kernels are not executed (FUSION_PASS_LLVM19 names another copy)" >&2
+  echo "apt-get is not here: without LLVM 19 the lowered kernels are not executed (ASCEND_TESTS_LLVM19 names another copy)" >&2
 fi
 touch "$stamp"

@@ -8,11 +8,11 @@ import pytest
 
 
 def needs(missing: str | None) -> None:
-    """Skip the module if a tool is missing. `make test-ascend` sets FUSION_PASS_ASCEND_STRICT: there it fails
+    """Skip the module if a tool is missing. `make test-ascend` sets ASCEND_TESTS_STRICT: there it fails
     instead."""
     if missing is None:
         return
     message = f"{missing}; `make test-ascend` installs it"
-    if os.environ.get("FUSION_PASS_ASCEND_STRICT") == "1":
+    if os.environ.get("ASCEND_TESTS_STRICT") == "1":
         raise RuntimeError(message)
     pytest.skip(message, allow_module_level=True)

@@ -26,7 +26,7 @@ import torch
 
 HERE = Path(__file__).parent
 PREFIX = Path(sys.prefix)
-LLVM = Path(os.environ.get("FUSION_PASS_LLVM19", PREFIX / "llvm"))
+LLVM = Path(os.environ.get("ASCEND_TESTS_LLVM19", PREFIX / "llvm"))
 CACHE = Path(os.environ.get("FUSION_PASS_ASCEND_CACHE", PREFIX / "lowered"))
 
 TYPES = {
