@@ -19,7 +19,10 @@ from fusion_pass.patterns.base import Pattern
 
 ENTRY_POINT_GROUP = "fusion_pass.patterns"
 
-BUILT_IN = (("fusion_pass.patterns.norm_rope", "NormRope"),)
+BUILT_IN = (
+    ("fusion_pass.patterns.norm_rope", "NormRope"),
+    ("fusion_pass.patterns.attention", "AttentionPattern"),
+)
 """Module and class of the patterns that come with the pass."""
 
 _registered: dict[str, Pattern] = {}

@@ -78,7 +78,8 @@ def first_layout_reader(node: fx.Node, value: torch.Tensor, inside: frozenset[fx
 def steps_to_layout(original: torch.Tensor) -> tuple[Step, ...] | None:
     """Steps that copy a tensor into the strides of `original`; None unless those are a dense permutation."""
     try:
-        order = sorted(range(original.dim()), key=lambda axis: (-int(original.stride(axis)), axis))
+        strides = [int(stride) for stride in original.stride()]
+        order = sorted(range(original.dim()), key=lambda axis: (-strides[axis], axis))
     except Exception:  # strides with symbols of unknown order
         return None
     if not original.permute(order).is_contiguous():

@@ -12,7 +12,7 @@ from fusion_pass import report, rewrite
 from fusion_pass.config import FusionConfig
 from fusion_pass.extensions import patterns
 from fusion_pass.graph.site import Refusal, Site
-from fusion_pass.plan import Moves, Unplannable, plan_site
+from fusion_pass.plan import Repeats, Unplannable, plan_site
 from fusion_pass.report import Report, SiteReport
 from fusion_pass.verify import Verifier
 
@@ -35,9 +35,9 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
 
 
 def conclude(result: Report, config: FusionConfig, history: list[Report]) -> None:
-    """Publish the report of one captured graph, append it to `history`, and hold it against what was asked for.
+    """Publish the report of one captured graph, append it to `history`, hold it against what was asked for.
 
-    When Dynamo starts a compilation over (under `dynamic=True` it does), the new attempt's report replaces the last one.
+    When Dynamo starts a compilation over, as under `dynamic=True`, the new attempt's report replaces the last one.
     """
     if history and result.graph == history[-1].graph and _is_new_attempt():
         history.pop()
@@ -65,14 +65,14 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
     records: dict[int, SiteReport] = {}
     taken: set[fx.Node] = set()
     renamed: dict[fx.Node, fx.Node] = {}
-    moves = Moves()
+    repeats = Repeats()
     for index, place in _largest_first(found):
         try:
             if isinstance(place, Refusal):
                 raise Unplannable(place.reason)
             if not taken.isdisjoint(place.region):
                 raise Unplannable("The place is part of a larger fusion.")
-            plan = plan_site(place, config, renamed, moves)
+            plan = plan_site(place, config, renamed, repeats)
         except Unplannable as reason:
             records[index] = report.skipped(place, str(reason))
             continue

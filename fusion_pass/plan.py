@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,45 +78,92 @@ class Planned:
     after: fx.Node
 
 
-class Moves:
-    """Operands evaluated so far: the layers of a model share their tables."""
+class Repeats:
+    """Plans made for one graph, so that a site like an earlier one, in the next layer, is not evaluated again.
+
+    A repeated plan shares the fake values *between* the nodes it inserts with the earlier one. The values that others
+    read, those of the results, are always its own.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Operand, Moved] = {}
+        self._plans: dict[str, Planned] = {}
 
-    def get(self, operand: Operand) -> Moved:
-        """`operand` with its fake values."""
-        if operand not in self._known:
-            self._known[operand] = _move(operand)
-        return self._known[operand]
+    def plan(self, site: Site, operands: Mapping[str, Operand], options: Mapping[str, Literal]) -> Planned | None:
+        """The plan of an earlier site, moved to this one, if what was evaluated for it is the same here."""
+        earlier = self._plans.get(_signature(site, operands, options))
+        if earlier is None:
+            return None
+        tensors = {
+            name: Moved(operand.node, operand.steps, (fake(operand.node), *earlier.tensors[name].values[1:]))
+            for name, operand in operands.items()
+        }
+        results = tuple(
+            replace(result, replaces=output.node, values=(*result.values[:-1], fake(output.node)))
+            for output, result in zip(site.outputs, earlier.results, strict=True)
+        )
+        return replace(earlier, site=site, tensors=tensors, results=results)
+
+    def keep(self, plan: Planned, operands: Mapping[str, Operand], options: Mapping[str, Literal]) -> None:
+        """Remember `plan`, unless it depends on who reads its results (see `layout.py`) and not on its signature
+        alone."""
+        if all(same_layout(result.values[-1], fake(result.replaces)) for result in plan.results):
+            self._plans[_signature(plan.site, operands, options)] = plan
 
 
-def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Node], moves: Moves) -> Planned:
+def _signature(site: Site, operands: Mapping[str, Operand], options: Mapping[str, Literal]) -> str:
+    """Everything that the evaluation of a site depends on."""
+
+    def described(node: fx.Node) -> tuple[object, ...]:
+        value = fake(node)
+        return (value.dtype, value.device, str(value.shape), str(value.stride()), value.requires_grad)
+
+    tensors = [(name, operand.steps, described(operand.node)) for name, operand in operands.items()]
+    outputs = [(output.index, output.steps, described(output.node)) for output in site.outputs]
+    return repr((site.call.namespace, site.call.name, tensors, outputs, sorted(options.items())))
+
+
+def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Node], repeats: Repeats) -> Planned:
     """The plan of `site`, or `Unplannable`. `renamed` maps nodes that earlier rewrites replaced to their replacements.
 
     Raises `FusionError` when `config.kernels` names kernels and none of them can serve the site.
     """
-    call = site.call
-    target = _overload(call)
     operands = {
         name: Operand(_current(operand.node, renamed), operand.steps)
-        for name, operand in call.tensors.items()
+        for name, operand in site.call.tensors.items()
         if operand
     }
+    for node in (*(operand.node for operand in operands.values()), *(output.node for output in site.outputs)):
+        if not isinstance(fake(node), FakeTensor):
+            raise Unplannable(f"The graph carries no shape information (no fake value) for {node.name!r}.")
     _check_single_reader(site)
     after = _insertion_point(site, [operand.node for operand in operands.values()])
-    reference = fake(site.outputs[0].node)
-    with _evaluating(site, reference):
-        tensors = {name: moves.get(operand) for name, operand in operands.items()}
-        options = {name: _literal(site, name, option) for name, option in call.options.items()}
-        if config.deterministic and _takes(target, "deterministic"):
-            options["deterministic"] = True
-        kernel = _choose_kernel(site, target, tensors, options, config)
+    options = {name: _literal(site, name, option) for name, option in site.call.options.items()}
+    plan = repeats.plan(site, operands, options)
+    if plan is None:
+        plan = _evaluated(site, operands, options, config, after)
+        repeats.keep(plan, operands, options)
+    return replace(plan, after=after)
+
+
+def _evaluated(
+    site: Site,
+    operands: Mapping[str, Operand],
+    options: Mapping[str, Literal],
+    config: FusionConfig,
+    after: fx.Node,
+) -> Planned:
+    target = _overload(site.call)
+    chosen = dict(options)
+    with _evaluating(site):
+        tensors = {name: _move(operand) for name, operand in operands.items()}
+        if (config.deterministic or torch.are_deterministic_algorithms_enabled()) and _takes(target, "deterministic"):
+            chosen["deterministic"] = True
+        kernel = _choose_kernel(site, target, tensors, chosen, config)
         if kernel != OUTSIDE_KERNEL:
-            options["backend"] = kernel
-        value = target(**{name: moved.value for name, moved in tensors.items()}, **options)
+            chosen["backend"] = kernel
+        value = target(**{name: moved.value for name, moved in tensors.items()}, **chosen)
         results = tuple(_result(site, output, value) for output in site.outputs)
-    return Planned(site, target, tensors, options, kernel, value, results, after)
+    return Planned(site, target, tensors, chosen, kernel, value, results, after)
 
 
 def _overload(call: Call) -> torch._ops.OpOverload:
@@ -186,13 +233,11 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 @contextmanager
-def _evaluating(site: Site, reference: Any) -> Iterator[None]:
+def _evaluating(site: Site) -> Iterator[None]:
     """Evaluate on fake tensors, without building an autograd graph; any failure makes the site unplannable."""
-    if not isinstance(reference, FakeTensor):
-        raise Unplannable("The graph carries no shape information (no fake value) for the site's results.")
     try:
         # The mode of the graph's own values: while a backend runs, the current tracing context has another one already.
-        with reference.fake_mode, torch.no_grad():
+        with fake(site.outputs[0].node).fake_mode, torch.no_grad():
             yield
     except (Unplannable, FusionError):
         raise
@@ -202,10 +247,7 @@ def _evaluating(site: Site, reference: Any) -> Iterator[None]:
 
 
 def _move(operand: Operand) -> Moved:
-    value = fake(operand.node)
-    if not isinstance(value, torch.Tensor):
-        raise Unplannable(f"The graph carries no shape information (no fake value) for {operand.node.name!r}.")
-    return Moved(operand.node, operand.steps, _through(operand.steps, value))
+    return Moved(operand.node, operand.steps, _through(operand.steps, fake(operand.node)))
 
 
 def _through(steps: tuple[Step, ...], value: torch.Tensor) -> tuple[torch.Tensor, ...]:

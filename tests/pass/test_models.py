@@ -26,6 +26,9 @@ neither is smaller parameter by parameter. A wrong argument is off by the size o
 is allowed in float32.
 """
 
+NORM_AND_ROTATION = ("qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope")
+"""The fusions of these tests. `tests/patterns/test_attention_pass.py` has attention beside them."""
+
 ONE_SITE_PER_LAYER = ("qwen3", "gemma3", "olmo2", "qwen3_vl", "glm4", "qwen3_fused_qkv")
 
 
@@ -65,7 +68,7 @@ def exact_step(module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.
 
 
 def backend(**settings: Any) -> FusionBackend:
-    return FusionBackend(FusionConfig(allow_reference=True, **settings), inner=eager)
+    return FusionBackend(FusionConfig(allow_reference=True, fusions=NORM_AND_ROTATION, **settings), inner=eager)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -100,7 +103,7 @@ def test_activation_checkpoints() -> None:
     plain, exact = step(module, module, inputs), exact_step(module, inputs)
     module.gradient_checkpointing_enable({"use_reentrant": False})
     counted = CountingCompiler()
-    compiler = FusionBackend(FusionConfig(allow_reference=True, expect=2), inner=counted)
+    compiler = FusionBackend(FusionConfig(allow_reference=True, fusions=NORM_AND_ROTATION, expect=2), inner=counted)
     ours = step(torch.compile(module, backend=compiler, fullgraph=True), module, inputs)
     assert_no_worse(ours, plain, exact, torch.finfo(torch.float32).eps)
     assert counted.forward["fusion_pass.qk_norm_rope.default"] == 2
@@ -122,7 +125,7 @@ def test_frozen_weights_cost_no_gradient() -> None:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not name.endswith("_norm.weight"))
     counted = CountingCompiler()
-    compiler = FusionBackend(FusionConfig(allow_reference=True, expect=2), inner=counted)
+    compiler = FusionBackend(FusionConfig(allow_reference=True, fusions=NORM_AND_ROTATION, expect=2), inner=counted)
     ours = step(torch.compile(module, backend=compiler, fullgraph=True), module, inputs)
     plain, exact = step(module, module, inputs), exact_step(module, inputs)
     assert not any(name.endswith("_norm.weight") for name in ours)
@@ -163,7 +166,7 @@ def test_verify_accepts(name: str) -> None:
 
 def test_without_a_kernel_the_model_is_left_alone_with_a_reason() -> None:
     module, inputs = zoo.build("qwen3")
-    compiler = FusionBackend(FusionConfig(), inner=eager)
+    compiler = FusionBackend(FusionConfig(fusions=NORM_AND_ROTATION), inner=eager)
     compiled = torch.compile(module, backend=compiler, fullgraph=True)
     torch.testing.assert_close(loss_of(compiled(**inputs)), loss_of(module(**inputs)))
     (site,) = compiler.reports[0].sites
@@ -173,7 +176,7 @@ def test_without_a_kernel_the_model_is_left_alone_with_a_reason() -> None:
 
 def test_a_named_kernel_that_cannot_run_raises() -> None:
     module, inputs = zoo.build("qwen3")
-    compiler = FusionBackend(FusionConfig(kernels=("hopper",)), inner=eager)
+    compiler = FusionBackend(FusionConfig(fusions=NORM_AND_ROTATION, kernels=("hopper",)), inner=eager)
     with pytest.raises(Exception, match="kernels=hopper was asked for, but cannot serve qk_norm_rope"):
         torch.compile(module, backend=compiler, fullgraph=True)(**inputs)
 
@@ -184,7 +187,7 @@ def test_with_inductor(hook: bool) -> None:
     import fusion_pass
 
     module, inputs = zoo.build("qwen3", layers=2)
-    config = FusionConfig(allow_reference=True, expect=2)
+    config = FusionConfig(allow_reference=True, fusions=NORM_AND_ROTATION, expect=2)
     how = {"options": fusion_pass.inductor_options(config)} if hook else {"backend": fusion_pass.backend(config)}
     ours = step(torch.compile(module, fullgraph=True, **how), module, inputs)
     assert_no_worse(ours, step(module, module, inputs), exact_step(module, inputs), torch.finfo(torch.float32).eps)

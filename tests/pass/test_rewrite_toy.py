@@ -11,7 +11,7 @@ from compiling import capture
 from expecttest import assert_expected_inline
 from toy import ScaledSin
 
-from fusion_pass import FusionConfig, pipeline
+from fusion_pass import FusionConfig, pipeline, plan
 from fusion_pass.graph.site import Call, Operand, Output, Step
 
 
@@ -221,3 +221,24 @@ class TestStrides:
 
     def test_restored_for_the_caller(self) -> None:
         assert self.nodes_after(lambda x: torch.sin(x) * 3.0) == ["contiguous", "permute", "contiguous", "permute"]
+
+
+def test_a_repeated_site_is_planned_once_and_its_result_keeps_its_own_memory(
+    toy: ScaledSin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated: list[str] = []
+    evaluate = plan._evaluated
+    monkeypatch.setattr(plan, "_evaluated", lambda site, *rest: evaluated.append(site.layer) or evaluate(site, *rest))
+
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        for scale in (3.0, 3.0, 2.0, 3.0):
+            x = torch.sin(x) * scale + 1
+        return x
+
+    module = capture(layers, torch.randn(4))
+    assert pipeline.fuse(module, FusionConfig()).counts == {"scaled_sin": 4}
+    assert len(evaluated) == 2
+    calls = module.graph.find_nodes(op="call_function", target=torch.ops.fusion_pass_toy.scaled_sin.default)
+    assert len({call.meta["example_value"].untyped_storage()._cdata for call in calls}) == 4
+    x = torch.randn(4)
+    torch.testing.assert_close(module(x)[0], layers(x))
