@@ -29,6 +29,7 @@ def apply(plan: Planned) -> dict[fx.Node, fx.Node]:
         if isinstance(plan.value, tuple):
             node = editor.function(operator.getitem, (call, result.index), {}, result.values[0])
         node = editor.chain(node, result.steps, result.values)
+        node.meta[editor.key] = result.values[-1]
         result.replaces.replace_all_uses_with(node, delete_user_cb=lambda user: user not in plan.site.region)
         replaced[result.replaces] = node
     _erase_dead([*plan.site.region, *replaced])
