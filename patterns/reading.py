@@ -18,7 +18,7 @@ from fusion_pass.graph.region import between, downstream, frontier, inputs, mode
 from fusion_pass.graph.site import Operand
 from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, Size, fake_tensor, operation, sizes, written_arguments
 
-from . import tables
+from . import mrope, tables
 from .facts import Norm, Refused, Rotation
 from .layout import Roles, memory_order, operand, roles_of
 from .norms import norm_between
@@ -224,6 +224,15 @@ def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Readin
     end = after.end if after is not None else rotation.end
     roles = roles_of(root, rotation)
     conjugate, cos, sin = _tables(root, rotation, roles)
+    by_row = None
+    if rotation.cos.shape[1] * 2 == rotation.rotary_dim:
+        sign = -1 if conjugate else 1
+        wanted = (rotation.cos, sign * rotation.sin)
+        by_row = mrope.rows(
+            root, wanted, (cos, sin), rotation.end, [rotation.response], [roles.batch, roles.sequence]
+        )
+    if by_row is not None:
+        cos, sin = by_row.cos, by_row.sin
     study = root.study(source, lambda x: x)
     region = between(study, end)
     shape = sizes(fake_tensor(rotation.end))  # type: ignore[arg-type]
@@ -256,6 +265,8 @@ def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Readin
         out_dtype=tensor.dtype,
         region=region,
         frontier=tuple(frontier(effects, region, source)),
+        mrope_layout="none" if by_row is None else by_row.layout,
+        mrope_section=() if by_row is None else by_row.section,
     )
 
 

@@ -71,14 +71,14 @@ def _as_operand(
     place = locate(data, wanted)
     if place is None:
         return None
-    targets = _axis_targets(value, roles)
+    targets = axis_targets(value, roles)
     lane_axis, start, step, fixed = place
     length = wanted.shape[1]
     axis = 0
     current: list[int | str | None] = []
     for d in range(value.rank):
         if d == lane_axis:
-            steps += _spaced(axis, start, step, length, value.shape[d])
+            steps += spaced(axis, start, step, length, value.shape[d])
             current.append("lanes")
         elif d in fixed:
             steps.append(Step("select", (axis, fixed[d])))
@@ -98,7 +98,7 @@ def _as_operand(
     return Operand(node, tuple(steps))
 
 
-def _spaced(axis: int, start: int, step: int, length: int, n: object) -> list[Step]:
+def spaced(axis: int, start: int, step: int, length: int, n: object) -> list[Step]:
     """Every `step`-th place of `axis` from `start`."""
     if step == 1:
         return [] if start == 0 and length == n else [Step("narrow", (axis, start, length))]
@@ -141,7 +141,7 @@ def locate(data: Array, wanted: Array) -> tuple[int, int, int, dict[int, int]] |
     return axis, start, step, {d: int(i[0]) for d, i in enumerate(index) if d != axis and shape[d] > 1}
 
 
-def _axis_targets(value: Value, roles: Sequence[Value]) -> list[int | None]:
+def axis_targets(value: Value, roles: Sequence[Value]) -> list[int | None]:
     """For each axis of `value`, the axis of the rotated tensor along which the same places of the same sources lie."""
     targets: list[int | None] = [None] * value.rank
     for source, paths in value.axes.items():
