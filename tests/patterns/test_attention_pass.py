@@ -1,0 +1,113 @@
+"""Attention through the whole pass, beside norm + rotation: training steps of real models, packed documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fusion_pass import FusionBackend, FusionConfig, zoo
+from fusion_pass.zoo.oracle import float64_call
+
+pytest.importorskip("transformers")
+
+FACTOR, SLACK = 1.5, 8.0
+"""Accepted: `|ours - oracle| <= FACTOR |eager - oracle| + SLACK eps |oracle|` in the 2-norm: two roundings of one value."""
+
+
+class Compiled:
+    """A model through the pass, run eagerly behind AOTAutograd, and the graph that the pass left."""
+
+    def __init__(self, model: nn.Module, dynamic: bool | None = None, **settings: Any) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+        def inner(module: fx.GraphModule, inputs: Any) -> Any:
+            from torch._dynamo.backends.debugging import aot_eager
+
+            self.graphs.append(module)
+            return aot_eager(module, inputs)
+
+        self.backend = FusionBackend(FusionConfig(allow_reference=True, **settings), inner=inner)
+        self.model = torch.compile(model, backend=self.backend, fullgraph=True, dynamic=dynamic)
+
+    def counts(self) -> dict[str, int]:
+        return dict(self.backend.reports[-1].counts)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    weights = torch.randn(first.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return (first.double() * weights).mean()
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_step(
+    name: str, attention: str | None, dtype: torch.dtype, expected: dict[str, int], **options: Any
+) -> Compiled:
+    torch._dynamo.reset()
+    model, inputs = zoo.build(name, attention=attention, layers=2, dtype=dtype)
+    compiled = Compiled(model, **options)
+    ours = gradients(model, loss_of(compiled.model(**inputs)))
+    plain = gradients(model, loss_of(model(**inputs)))
+    copy, output = float64_call(model, inputs)
+    exact = gradients(copy, loss_of(output))
+    assert compiled.counts() == expected
+    assert ours.keys() == exact.keys()
+    for parameter, truth in exact.items():
+        allowed = FACTOR * (plain[parameter] - truth).norm() + SLACK * torch.finfo(dtype).eps * truth.norm()
+        assert (ours[parameter] - truth).norm() <= allowed, parameter
+    return compiled
+
+
+BOTH = {"qk_norm_rope": 2, "attention": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "attention"), [("qwen3", "sdpa"), ("qwen3", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager")]
+)
+def test_training_step(name: str, attention: str, dtype: torch.dtype) -> None:
+    check_step(name, attention, dtype, BOTH)
+
+
+def test_verified() -> None:
+    check_step("qwen3", "sdpa", torch.float32, BOTH, verify=True)
+
+
+def test_dynamic_shapes() -> None:
+    check_step("qwen3", "sdpa", torch.float32, BOTH, dynamic=True)
+
+
+def test_no_tensor_of_queries_by_keys_is_left() -> None:
+    """What is proved needs no mask, and the nodes that built it are gone."""
+    compiled = check_step("qwen3", "sdpa", torch.float32, BOTH)
+    ((graph),) = compiled.graphs
+    tokens = 24
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        assert not isinstance(value, torch.Tensor) or value.shape[-2:] != (tokens, tokens), node.name
+
+
+def test_two_documents_in_one_row_are_two_documents() -> None:
+    """With `position_ids` that start again, loss and gradients are those of the documents run apart."""
+    torch._dynamo.reset()
+    model, _ = zoo.build("llama", attention="sdpa", layers=2, dtype=torch.float64)
+    first, second = torch.randint(3, 128, (2, 9)), torch.randint(3, 128, (2, 14))
+    positions = torch.cat([torch.arange(9), torch.arange(14)])[None].expand(2, -1).contiguous()
+    compiled = Compiled(model, fusions=("attention",))
+    packed = compiled.model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
+    apart = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in (first, second)], 1)
+    assert compiled.counts() == {"attention": 2}
+    assert all(site.arguments["causal"] == "top_left" for site in compiled.backend.reports[-1].sites)
+    ours, expected = gradients(model, loss_of(packed)), gradients(model, loss_of(apart))
+    for name, truth in expected.items():
+        # transformers rounds norms, rotary tables and softmax to float32 in a float64 model
+        assert (ours[name] - truth).norm() <= 1e-5 * truth.norm() + 1e-12, name
