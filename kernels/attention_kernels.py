@@ -52,7 +52,7 @@ def _triton_supports(request: Request) -> str | None:
 def _sdpa_available() -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA GPU."
-    if not torch.backends.cudnn.is_available():
+    if not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
         return "PyTorch was built without cuDNN."
     return None
 
@@ -101,7 +101,7 @@ def _sdpa_shapes(request: Request) -> str | None:
 
 def _sdpa_gate(request: Request) -> str | None:
     """cuDNN beats the Triton kernel where it has warp-specialised kernels: on sm_90 and sm_100."""
-    if not torch.backends.cuda.cudnn_sdp_enabled():
+    if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
         return "cuDNN attention is switched off (torch.backends.cuda.enable_cudnn_sdp)."
     if any(size is None for name in ("q", "k") for size in request.shapes[name]):
         return "a size is not known, and it is used for multiples of 128 tokens."

@@ -372,10 +372,10 @@ def _no_double_backward(ctx: Any, *grads: Any) -> Any:
     )
 
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 for _name, _real, _fake in (("attention", _forward, _forward_fake), ("attention_backward", _backward, _backward_fake)):
-    _library.define(_name + SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    _library.define(_name + SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(_name, _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 torch.library.register_autograd(
     f"{NAMESPACE}::attention", _autograd_backward, setup_context=_setup_context, lib=_library

@@ -106,4 +106,4 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 def _per_kv_head(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradients of the repeated heads summed onto the head they came from."""
-    return gradient.unflatten(2, (x.shape[2], -1)).sum(3) if gradient.shape[2] != x.shape[2] else gradient
+    return gradient.unflatten(2, (x.shape[2], -1)).sum(3) if gradient.shape[2] != x.shape[2] else gradient  # type: ignore[no-untyped-call]
