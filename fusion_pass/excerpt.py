@@ -66,7 +66,10 @@ def _cuts(plan: Planned) -> frozenset[fx.Node]:
 
 def _root(node: fx.Node) -> fx.Node:
     while node.op in ("call_function", "call_method") and _name(node) in _VIEWS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+        parent = node.args[0]
+        if not isinstance(fake(parent), torch.Tensor) and _name(parent) not in _VIEWS:
+            break  # one of several results, such as that of another fused call
+        node = parent
     return node
 
 

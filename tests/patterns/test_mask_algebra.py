@@ -195,7 +195,7 @@ def test_random_masks(lengths: tuple[int, int], dynamic: bool | None) -> None:
     for node in masks:
         mask = known[node.name]
         _check_formula(reader.read(node, output), mask, known, draw)
-        proofs += _check_proof(reader, node, output, frame, mask, known)
+        proofs += _check_proof(reader, node, output, frame, lengths, mask, known)
     assert proofs >= 6
 
 
@@ -216,12 +216,12 @@ def _check_proof(
     node: fx.Node,
     output: fx.Node,
     frame: Frame,
+    lengths: tuple[int, int],
     mask: Tensor,
     known: dict[str, Any],
 ) -> bool:
     """What is proved lets exactly the same keys be seen. Returns whether less than the mask itself is passed on."""
     meaning = Meaning.SEEN if mask.dtype == torch.bool else Meaning.ADDED
-    lengths = mask.shape[-2], mask.shape[-1]
     try:
         seen = prove(reader, [MaskTerm(node, output, meaning)], frame, output)
     except MaskRefused:
