@@ -15,7 +15,9 @@ _PLACES = ("query", "key")
 
 @dataclass(frozen=True)
 class Use:
-    """`attention` is the node that multiplies queries with keys; `place` is 'query', 'key', or '' when it cannot be told."""
+    """`attention` is the node that multiplies queries with keys; `place` is 'query', 'key', or '' when it cannot be
+    told.
+    """
 
     attention: fx.Node
     place: str

@@ -1,4 +1,6 @@
-"""What the recognisers say about a graph: small frozen facts, each proved on random lanes (see `fusion_pass/graph/lanes.py`)."""
+"""What the recognisers say about a graph: small frozen facts, each proved on random lanes (see
+`fusion_pass/graph/lanes.py`).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ class Refused(Exception):
 class Rotation:
     """`end` is `start` with pairs of lanes rotated, and with its outer axes permuted.
 
-    Pair i reads lanes (a, b) and writes (u, v) as `u = a cos - b sin, v = b cos + a sin`; `conjugate` has the opposite sine.
-    `axes[e]` is the axis of `start` that axis e of `end` is. Tables are [WORLDS, T] numbers, T = rotary_dim / 2, or rotary_dim if the two lanes
-    of a pair are not known to share an entry.
+    Pair i reads lanes (a, b) and writes (u, v) as `u = a cos - b sin, v = b cos + a sin`; `conjugate` has the
+    opposite sine. `axes[e]` is the axis of `start` that axis e of `end` is. Tables are [WORLDS, T] numbers, T =
+    rotary_dim / 2, or rotary_dim if the two lanes of a pair are not known to share an entry.
     """
 
     start: fx.Node
@@ -42,7 +44,9 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as the operator reads it: `operand` gives `[B or 1, S or 1, T]` (or `[3, B or 1, S or 1, T]`); `negative`: it holds minus the table."""
+    """A table as the operator reads it: `operand` gives `[B or 1, S or 1, T]` (or `[3, B or 1, S or 1, T]`);
+    `negative`: it holds minus the table.
+    """
 
     operand: Operand
     negative: bool = False
@@ -52,7 +56,8 @@ class Table:
 class Norm:
     """`end` is the normalised `start`, with outer axes permuted and lanes possibly split into heads.
 
-    `width` is the number of lanes that are normalised together. `axes[e]` is the axis of `start` that axis e of `end` is, None for lanes.
+    `width` is the number of lanes that are normalised together. `axes[e]` is the axis of `start` that axis e of `end`
+    is, None for lanes.
     """
 
     start: fx.Node

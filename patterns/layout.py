@@ -38,7 +38,7 @@ def roles_of(root: Evaluator, rotation: Rotation) -> Roles:
     varying = [axis for axis in range(outer) if _table_varies(rotation, axis)]
     if outer == 3:
         candidates = [axis for axis in (1, 2) if axis not in varying]
-        if 0 in varying and 1 in varying and 2 in varying or not candidates:
+        if (0 in varying and 1 in varying and 2 in varying) or not candidates:
             raise Refused("The tables differ between heads; the operator takes one table for all heads.")
         heads = candidates[0] if len(candidates) == 1 else _heads_axis(root, rotation, candidates)
         if _lanes_at(root, rotation, 3 - heads) and not _lanes_at(root, rotation, heads):
@@ -51,14 +51,18 @@ def roles_of(root: Evaluator, rotation: Rotation) -> Roles:
             return Roles(None, 1, 0) if _lanes_at(root, rotation, 0) else Roles(0, 1, None)
         if varying == [0]:
             return Roles(None, 0, 1)
-    raise Refused(f"The rotated tensor has {response.rank} axes, {len(varying)} of them with a table of their own; "
-                  "the operator takes [batch, sequence, heads, head_dim].")
+    raise Refused(
+        f"The rotated tensor has {response.rank} axes, {len(varying)} of them with a table of their own; "
+        "the operator takes [batch, sequence, heads, head_dim]."
+    )
 
 
 def _table_varies(rotation: Rotation, axis: int) -> bool:
     response = rotation.response
     return any(
-        paths[axis] is not None for source, paths in response.axes.items() if source.key != ("studied", rotation.start, True)
+        paths[axis] is not None
+        for source, paths in response.axes.items()
+        if source.key != ("studied", rotation.start, True)
     )
 
 
@@ -78,7 +82,9 @@ def _heads_axis(root: Evaluator, rotation: Rotation, candidates: list[int]) -> i
 
 
 def operand(node: fx.Node, origin: dict[str, int | None], heads: int, head_dim: int) -> Operand:
-    """`node` as `[B, S, H, D]`. `origin[role]` is its axis for that role; the last axis holds `heads` times `head_dim` lanes if heads have no axis."""
+    """`node` as `[B, S, H, D]`. `origin[role]` is its axis for that role; the last axis holds `heads` times
+    `head_dim` lanes if heads have no axis.
+    """
     tensor = fake_tensor(node)
     assert tensor is not None
     rank = tensor.dim()

@@ -1,8 +1,10 @@
-"""Multimodal rotary embedding (Wang et al. 2024, arXiv 2409.12191): each pair reads the table of one of three positions, T, H or W.
+"""Multimodal rotary embedding (Wang et al. 2024, arXiv 2409.12191): each pair reads the table of one of three
+positions, T, H or W.
 
 Matches     tables whose lane j is lane j of row r(j) of a `[3, B, S, T]` tensor, with r sectioned or interleaved.
-Requires    that the rows are picked in the layer itself (transformers 4.57): then the operator reads the rows and the picking goes away.
-            Where the model picks them once for all layers (transformers 5), the picked tables are the cheaper operand and stay.
+Requires    that the rows are picked in the layer itself (transformers 4.57): then the operator reads the rows and the
+            picking goes away. Where the model picks them once for all layers (transformers 5), the picked tables are
+            the cheaper operand and stay.
 Becomes     `mrope_layout`, `mrope_section` and three-row tables.
 """
 
@@ -43,7 +45,8 @@ def rows(
     roles: Sequence[Value],
     order: Sequence[int | None],
 ) -> Rows | None:
-    """The three-row form of the tables `picked`, which hold `wanted` (cos, sin: [WORLDS, T]) as read at `at`; None if there is none.
+    """The three-row form of the tables `picked`, which hold `wanted` (cos, sin: [WORLDS, T]) as read at `at`; None if
+    there is none.
 
     `roles` and `order` as in `tables.find`.
     """
@@ -87,7 +90,10 @@ def _rows_of(
 
 def _picks(root: Evaluator, node: fx.Node, layer: str) -> bool:
     """Whether a concatenation or a write in `layer` stands between `node` and the rows."""
-    return any(operation(n) in ("cat", "setitem", "stack", "where") and layer_of(n) == layer for n in [node, *upstream(root.effects, node)])
+    return any(
+        operation(n) in ("cat", "setitem", "stack", "where") and layer_of(n) == layer
+        for n in [node, *upstream(root.effects, node)]
+    )
 
 
 def _match(

@@ -5,7 +5,8 @@
       in training                                  qkv_norm_rope   (one gradient buffer, written in one pass)
     one tensor                                     norm_rope, or rope without a norm
 
-Requires    of a site: nobody else reads what the call no longer computes; no memory that the call reads is written between its use and the call.
+Requires    of a site: nobody else reads what the call no longer computes; no memory that the call reads is written
+            between its use and the call.
 """
 
 from __future__ import annotations
@@ -180,7 +181,9 @@ def _check_memory(effects: Effects, call: Call, region: frozenset[fx.Node], anch
             continue
         writes = [w for w in effects.written_between(operand.node, first, anchor) if w not in region]
         if writes:
-            raise Refused(f"{operand.node.name!r}, the {name} of the call, is written by {writes[0].name!r} inside the site.")
+            raise Refused(
+                f"{operand.node.name!r}, the {name} of the call, is written by {writes[0].name!r} inside the site."
+            )
 
 
 def _pair_call(pair: Pair) -> Call:

@@ -1,9 +1,11 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) and LayerNorm (Ba et al. 2016, arXiv 1607.06450), however they are written.
+"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) and LayerNorm (Ba et al. 2016, arXiv 1607.06450), however they
+are written.
 
-Matches     a node that is, lane by lane, a constant times `x / sqrt(mean(x^2) + eps)` of some earlier node x, or a constant times
-            `(x - mean(x)) / sqrt(var(x) + eps)` plus a constant.
-Requires    the mean over exactly the lanes of x's last axis; an eps that stands in the graph (a literal or a run-time scalar) or no eps at all;
-            a weight and a bias that are nodes of the graph (or weight - 1 is: Gemma), the same for every token.
+Matches     a node that is, lane by lane, a constant times `x / sqrt(mean(x^2) + eps)` of some earlier node x, or a
+            constant times `(x - mean(x)) / sqrt(var(x) + eps)` plus a constant.
+Requires    the mean over exactly the lanes of x's last axis; an eps that stands in the graph (a literal or a run-time
+            scalar) or no eps at all; a weight and a bias that are nodes of the graph (or weight - 1 is: Gemma), the
+            same for every token.
 Becomes     `norm`, `eps`, `norm_scope` and the weights of the fused operators.
 
 Nothing is matched by its spelling: x is three random vectors, and the formula has to hold on all of them.
@@ -27,7 +29,8 @@ from .tables import candidates
 
 
 def norm_between(root: Evaluator, start: fx.Node, end: fx.Node, frontier: Sequence[fx.Node]) -> Norm | None:
-    """The norm that makes `end` out of `start`; None if `end` is not a norm of `start`. `frontier`: what the region between them reads.
+    """The norm that makes `end` out of `start`; None if `end` is not a norm of `start`. `frontier`: what the region
+    between them reads.
 
     Raises `Refused` when it is a norm with a part that cannot be passed to the operator.
     """
@@ -80,7 +83,7 @@ def _align(study: Study, value: object) -> tuple[Array, Array, tuple[int | None,
             lane_axes.append(axis)
             axes.append(None)
         elif path is not None and path[0] == "axis":
-            axes.append(path[1])  # type: ignore[arg-type]
+            axes.append(path[1])
         elif path is None and value.shape[axis] == 1:
             axes.append(-1)
         else:

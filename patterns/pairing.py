@@ -1,4 +1,6 @@
-"""When two readings are the q and the k of one call: everything that the operator has only once must be the same for both."""
+"""When two readings are the q and the k of one call: everything that the operator has only once must be the same for
+both.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Pair:
 
 
 def difference(a: Reading, b: Reading) -> str | None:
-    """The first property that one call cannot have for both; None if there is none. (A different eps is the caller's to refuse.)"""
+    """The first property that one call cannot have for both; None if there is none. (A different eps is the caller's
+    to refuse.)
+    """
     for name in _SHARED:
         if getattr(a, name) != getattr(b, name):
             return name
@@ -58,8 +62,9 @@ def difference(a: Reading, b: Reading) -> str | None:
 def same_scalar(a: float | fx.Node, b: float | fx.Node) -> bool:
     """Whether two scalars are one value, for certain.
 
-    Under `dynamic=True` the eps of q's norm and that of k's are two graph inputs, equal or not as the model's attributes have it. `float()` of
-    their symbolic values compares them as they are now and has Dynamo guard both: other values compile another graph.
+    Under `dynamic=True` the eps of q's norm and that of k's are two graph inputs, equal or not as the model's
+    attributes have it. `float()` of their symbolic values compares them as they are now and has Dynamo guard both:
+    other values compile another graph.
     """
     if a == b:
         return True
@@ -86,7 +91,10 @@ def _same(effects: Effects, a: Reading, x: Operand, b: Reading, y: Operand) -> b
     def compare() -> bool:
         left, right = root.read(x.node, a.end), root.read(y.node, b.end)
         return (
-            isinstance(left, Value) and isinstance(right, Value) and left.axes == right.axes and equal(left.data, right.data)
+            isinstance(left, Value)
+            and isinstance(right, Value)
+            and left.axes == right.axes
+            and equal(left.data, right.data)
         )
 
     try:

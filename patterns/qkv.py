@@ -1,8 +1,11 @@
 """Packed projections: q, k and v are lanes of one tensor.
 
-Matches     q and k that are movements of one `[B, S, (num_heads + 2 num_kv_heads) head_dim]` tensor, together with a v that is the rest of it.
-Requires    heads blocked (all q, all k, all v) or grouped (per kv head its q heads, then k, then v), and a gradient to be computed.
-Becomes     `qkv_norm_rope`: its backward writes dq, dk and dv into one buffer, where autograd would fill three with zeros and add them.
+Matches     q and k that are movements of one `[B, S, (num_heads + 2 num_kv_heads) head_dim]` tensor, together with a
+            v that is the rest of it.
+Requires    heads blocked (all q, all k, all v) or grouped (per kv head its q heads, then k, then v), and a gradient
+            to be computed.
+Becomes     `qkv_norm_rope`: its backward writes dq, dk and dv into one buffer, where autograd would fill three with
+            zeros and add them.
 
 Without a gradient the packed form would only copy v, so q and k are passed as views to `qk_norm_rope` instead.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -110,24 +114,26 @@ def _as_heads(study: Study, operand: Operand) -> Value:
 
 
 def _moved(value: Value, step: Step) -> Value:
-    args = step.args
+    args: tuple[Any, ...] = step.args
     if step.method in ("transpose", "permute"):
         order = list(range(value.rank))
         if step.method == "transpose":
             a, b = args
-            order[a], order[b] = order[b], order[a]  # type: ignore[index]
+            order[a], order[b] = order[b], order[a]
         else:
-            order = list(args)  # type: ignore[arg-type]
+            order = list(args)
         return lanes.permute(value, order)
     if step.method == "unsqueeze":
-        return lanes.add_axis(value, args[0])  # type: ignore[arg-type]
+        return lanes.add_axis(value, args[0])
     if step.method == "unflatten":
-        return lanes.view(value, (*value.shape[:-1], *args[1]))  # type: ignore[misc]
+        return lanes.view(value, (*value.shape[:-1], *args[1]))
     raise Opaque(step.method)
 
 
 def _first_lanes(study: Study, value: Value, head_dim: int) -> list[int] | None:
-    """For each head of `value` (`[B, S, H, D]`) the lane of the packed tensor it starts at; None unless heads are whole and tokens in place."""
+    """For each head of `value` (`[B, S, H, D]`) the lane of the packed tensor it starts at; None unless heads are
+    whole and tokens in place.
+    """
     expected = (*study.studied.axes[study.source][:2], None, None)
     if value.rank != 4 or value.axes != {study.source: expected}:
         return None
@@ -165,7 +171,11 @@ def _find_value(study: Study, first_lanes: list[int], head_dim: int) -> Output |
                     value = _moved(value, step)
             except (Opaque, Escaped):
                 continue
-            if value.rank == 4 and value.shape[2:] == (len(first_lanes), head_dim) and _first_lanes(study, value, head_dim) == first_lanes:
+            if (
+                value.rank == 4
+                and value.shape[2:] == (len(first_lanes), head_dim)
+                and _first_lanes(study, value, head_dim) == first_lanes
+            ):
                 return Output(node, 2, steps)
     return None
 

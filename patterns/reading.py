@@ -1,6 +1,6 @@
 """One rotated tensor: from the node where the rotation ends back to the tensor the operator will read, norm included.
 
-    x ──(casts)── norm? ── rotation ── norm? ── end          at most one norm, before or after
+x ──(casts)── norm? ── rotation ── norm? ── end          at most one norm, before or after
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _CHAIN = 6
 
 @dataclass(frozen=True)
 class Reading:
-    """What one tensor of one attention is. `x` is `[B, S, H, D]`; `names` are the roles of the axes of `end` before the last."""
+    """What one tensor of one attention is. `x` is `[B, S, H, D]`; `names` are the roles of the axes of `end` before
+    the last.
+    """
 
     root: fx.Node
     end: fx.Node
@@ -79,7 +81,9 @@ def transferred(reading: Reading, to: Mapping[fx.Node, fx.Node]) -> Reading:
             norm, start=node(norm.start), end=node(norm.end), eps=eps, weight=moved(norm.weight), bias=moved(norm.bias)
         )
     x, cos, sin = moved(reading.x), moved(reading.cos), moved(reading.sin)
-    assert x is not None and cos is not None and sin is not None
+    assert x is not None
+    assert cos is not None
+    assert sin is not None
     return replace(
         reading,
         root=node(reading.root),
@@ -95,15 +99,17 @@ def transferred(reading: Reading, to: Mapping[fx.Node, fx.Node]) -> Reading:
 
 
 def roots(graph: fx.Graph, effects: Effects) -> Iterator[fx.Node]:
-    """Nodes at which a rotation may end, last first: sums of products, and the last write of memory filled piece by piece."""
+    """Nodes at which a rotation may end, last first: sums of products, and the last write of memory filled piece by
+    piece.
+    """
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
         tensor = fake_tensor(node)
         name = operation(node)
-        if name in _SUMS and tensor is not None and tensor.dim() >= 3 and tensor.is_floating_point() and _mixes(node):
-            yield node
-        elif written_arguments(node) and _ends_filling(node, effects):
+        if (
+            name in _SUMS and tensor is not None and tensor.dim() >= 3 and tensor.is_floating_point() and _mixes(node)
+        ) or (written_arguments(node) and _ends_filling(node, effects)):
             yield node
 
 
@@ -155,7 +161,9 @@ def _settled(root: Evaluator, attempt: Callable[[], Reading | None]) -> Reading 
 
 
 def _attempt(root: Evaluator, root_node: fx.Node, start: fx.Node, ends: Sequence[fx.Node]) -> Reading | None:
-    """The reading that rotates `start` into the last of `ends` for which that can be said; None if not even into the first."""
+    """The reading that rotates `start` into the last of `ends` for which that can be said; None if not even into the
+    first.
+    """
     best = None
     for end in ends:
         rotation = rotation_between(root, start, end)
@@ -176,7 +184,12 @@ def _ends(effects: Effects, root: fx.Node) -> list[fx.Node]:
             return []
     while len(chain) <= _CHAIN:
         users = list(chain[-1].users)
-        if len(users) != 1 or operation(users[0]) not in _FOLLOWED or not users[0].args or users[0].args[0] is not chain[-1]:
+        if (
+            len(users) != 1
+            or operation(users[0]) not in _FOLLOWED
+            or not users[0].args
+            or users[0].args[0] is not chain[-1]
+        ):
             break
         chain.append(users[0])
     return [node for node in chain if fake_tensor(node) is not None]
@@ -228,9 +241,7 @@ def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Readin
     if rotation.cos.shape[1] * 2 == rotation.rotary_dim:
         sign = -1 if conjugate else 1
         wanted = (rotation.cos, sign * rotation.sin)
-        by_row = mrope.rows(
-            root, wanted, (cos, sin), rotation.end, [rotation.response], [roles.batch, roles.sequence]
-        )
+        by_row = mrope.rows(root, wanted, (cos, sin), rotation.end, [rotation.response], [roles.batch, roles.sequence])
     if by_row is not None:
         cos, sin = by_row.cos, by_row.sin
     study = root.study(source, lambda x: x)
@@ -298,7 +309,9 @@ def _tables(root: Evaluator, rotation: Rotation, roles: Roles) -> tuple[bool, Op
 
 
 def check_tables(root: Evaluator, rotation: Rotation, cos: Operand, sin: Operand) -> None:
-    """Raise unless the tables can be cosines and sines of one angle a pair. Tables that are graph inputs are taken as they are."""
+    """Raise unless the tables can be cosines and sines of one angle a pair. Tables that are graph inputs are taken as
+    they are.
+    """
     computed = [name for name in (_trigonometry(root, cos.node), _trigonometry(root, sin.node)) if name]
     if rotation.cos.shape[1] == rotation.rotary_dim and computed:
         raise Refused("The two lanes of a pair are provably rotated by different angles, so this is not a rotation.")
@@ -322,16 +335,19 @@ def _norm_before(root: Evaluator, rotation: Rotation) -> Norm | None:
     end = rotation.start
 
     def one_tensor(node: fx.Node) -> bool:
-        # Joint attention concatenates streams that were normalised each on its own, or rotates some of the normalised tokens:
-        # a norm is not looked for behind either.
+        # Joint attention concatenates streams that were normalised each on its own, or rotates some of the normalised
+        # tokens: a norm is not looked for behind either.
         return modelled(node) and not root.opaque(node)
 
-    if root.opaque(end) or not any(operation(node) in _REDUCTIONS for node in [end, *upstream(root.effects, end, one_tensor)]):
+    if root.opaque(end) or not any(
+        operation(node) in _REDUCTIONS for node in [end, *upstream(root.effects, end, one_tensor)]
+    ):
         return None
     norm = _first_norm(root, end, one_tensor)
     if norm is None:
         raise Refused(
-            "The rotated tensor is normalised before, but not provably by RMSNorm or LayerNorm over the lanes of one head or of all heads."
+            "The rotated tensor is normalised before, but not provably by RMSNorm or LayerNorm "
+            "over the lanes of one head or of all heads."
         )
     return norm
 
@@ -342,7 +358,12 @@ def _first_norm(root: Evaluator, end: fx.Node, through: Callable[[fx.Node], bool
     total = product(sizes(tensor))
     for start in upstream(root.effects, end, through):
         candidate = fake_tensor(start)
-        if candidate is None or not candidate.is_floating_point() or candidate.dim() < 2 or product(sizes(candidate)) != total:
+        if (
+            candidate is None
+            or not candidate.is_floating_point()
+            or candidate.dim() < 2
+            or product(sizes(candidate)) != total
+        ):
             continue
         norm = _norm(root, start, end)
         if norm is not None:
@@ -396,7 +417,9 @@ def _scope(norm: Norm | None, heads: Size, head_dim: int) -> str:
         return "head"
     if isinstance(heads, int) and norm.width == heads * head_dim:
         return "hidden"
-    raise Refused(f"The norm is over {norm.width} lanes, which are neither one head ({head_dim}) nor all of them ({heads} heads).")
+    raise Refused(
+        f"The norm is over {norm.width} lanes, which are neither one head ({head_dim}) nor all of them ({heads} heads)."
+    )
 
 
 def _names(rotation: Rotation, roles: Roles, after: Norm | None) -> tuple[str, ...]:
@@ -419,4 +442,3 @@ def _origin(rotation: Rotation, roles: Roles, norm: Norm | None) -> dict[str, in
                 axis = norm.axes[axis]
         origin[role] = axis
     return origin
-

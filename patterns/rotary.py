@@ -5,8 +5,8 @@ Matches     a node whose response to some earlier node of the same size is linea
 Requires    tables that do not depend on the rotated tensor, one table for all heads, the outer axes only permuted.
 Becomes     the rotation part of `norm_rope`, `qk_norm_rope`, `qkv_norm_rope`, or `rope`.
 
-The response is measured: the graph between the two nodes runs on the unit vectors, which gives its matrix, and on random vectors, which proves that
-the matrix is all there is (homogeneous, additive).
+The response is measured: the graph between the two nodes runs on the unit vectors, which gives its matrix, and on
+random vectors, which proves that the matrix is all there is (homogeneous, additive).
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _random_sums(x: Array) -> Array:
 
 def _unit_vectors(x: Array) -> Array:
     n = x.shape[-1]
-    return np.broadcast_to(np.eye(n).reshape(1, n, *(1,) * (x.ndim - 3), n), (WORLDS, n, *x.shape[2:])) * np.ones_like(x)
+    return np.broadcast_to(np.eye(n).reshape(1, n, *(1,) * (x.ndim - 3), n), (WORLDS, n, *x.shape[2:])) * np.ones_like(
+        x
+    )
 
 
 def _response(study: Study, value: object) -> tuple[Array, tuple[int, ...]]:
@@ -81,7 +83,7 @@ def _response(study: Study, value: object) -> tuple[Array, tuple[int, ...]]:
     axes: list[int] = []
     for axis, path in enumerate(paths):
         if path is not None and path[0] == "axis":
-            axes.append(path[1])  # type: ignore[arg-type]
+            axes.append(path[1])
         elif value.shape[axis] == 1:
             axes.append(-1)
         else:
@@ -92,7 +94,7 @@ def _response(study: Study, value: object) -> tuple[Array, tuple[int, ...]]:
         raise Opaque("outer axes are not a permutation of the input's")
     if value.outer(outer) or any(value.lanes(d) for d in range(outer)):
         raise Opaque("lanes are not the last axis")
-    return value.data.reshape(value.data.shape[:2] + (-1,)), tuple(axes)
+    return value.data.reshape((*value.data.shape[:2], -1)), tuple(axes)
 
 
 def _read(start: fx.Node, end: fx.Node, axes: tuple[int, ...], response: Array, value: Value) -> Rotation | None:
@@ -137,5 +139,3 @@ def _pairing(support: Array) -> tuple[str, tuple[Array, Array], tuple[Array, Arr
         if (support == expected).all():
             return name, reads, writes
     raise Refused("Lanes are mixed in pairs that are neither halves (i, i + R/2) nor adjacent (2i, 2i + 1).")
-
-

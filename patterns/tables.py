@@ -1,8 +1,8 @@
 """Finds the node to pass as an operand: the one whose lanes are the numbers wanted.
 
 Becomes     an `Operand`: the node and the movement that turns it into the operator's shape.
-Requires    the numbers are lanes of one node, along one of its axes at even spacing; every axis on which the node varies is the batch or the
-            sequence axis of the rotated tensor.
+Requires    the numbers are lanes of one node, along one of its axes at even spacing; every axis on which the node
+            varies is the batch or the sequence axis of the rotated tensor.
 """
 
 from __future__ import annotations
@@ -27,21 +27,38 @@ def candidates(frontier: Iterable[fx.Node]) -> list[fx.Node]:
     queue = list(found)
     while queue:
         node = queue.pop(0)
-        if operation(node) in MOVEMENTS | CASTS | {"neg", "add", "repeat_interleave", "repeat", "view_as_real", "real", "imag"}:
+        if operation(node) in MOVEMENTS | CASTS | {
+            "neg",
+            "add",
+            "repeat_interleave",
+            "repeat",
+            "view_as_real",
+            "real",
+            "imag",
+        }:
             for parent in node.all_input_nodes:
-                if parent not in found and fake_tensor(parent) is not None or operation(parent) in ("split", "chunk", "unbind"):
+                if (parent not in found and fake_tensor(parent) is not None) or operation(parent) in (
+                    "split",
+                    "chunk",
+                    "unbind",
+                ):
                     found.setdefault(parent)
                     queue.append(parent)
     return [node for node in found if fake_tensor(node) is not None]
 
 
 def find(
-    root: Evaluator, wanted: Array, nodes: Sequence[fx.Node], at: fx.Node, roles: Sequence[Value], order: Sequence[int | None]
+    root: Evaluator,
+    wanted: Array,
+    nodes: Sequence[fx.Node],
+    at: fx.Node,
+    roles: Sequence[Value],
+    order: Sequence[int | None],
 ) -> Operand | None:
     """The first of `nodes` that holds `wanted` ([WORLDS, T]) as read at `at`, as an operand of shape `[*order, T]`.
 
-    `order` lists the axes of the rotated tensor that the operand's axes must follow, None for an axis of size one; `roles` are values on the
-    rotated tensor whose labels say what runs along which of its axes.
+    `order` lists the axes of the rotated tensor that the operand's axes must follow, None for an axis of size one;
+    `roles` are values on the rotated tensor whose labels say what runs along which of its axes.
     """
     for node in nodes:
         for value in dict.fromkeys((root.read(node, at), root.sealed(node, at))):

@@ -1,6 +1,7 @@
 """What is written where: memory shared between nodes, and the version of it that a reader sees.
 
-Two nodes share memory when their fake tensors share a storage; that covers views, no-op casts and in-place results alike.
+Two nodes share memory when their fake tensors share a storage; that covers views, no-op casts and in-place results
+alike.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Effects:
         if tensor is None:
             return None
         try:
-            return tensor.untyped_storage()._cdata
+            return int(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return id(tensor)
 

@@ -1,7 +1,7 @@
 """Evaluates nodes of a graph on one token (see `lanes.py`), lazily, each at the version of memory that its reader sees.
 
-    root = Evaluator(effects)                         every opaque node is a source
-    study = root.study(node, draws)                   the same, but `node` has the given lanes, so what follows is its response to them
+root = Evaluator(effects)         every opaque node is a source
+study = root.study(node, draws)   the same, but `node` has the given lanes: what follows responds to them
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Evaluator:
         return lanes.seal(value, lambda key, n: self.random(key, (WORLDS, n)))
 
     def study(self, node: fx.Node, draws: Callable[[Array], Array], outer: bool = False) -> Study:
-        """An evaluator in which `node` is a source with lanes `draws(random)`. `outer`: no axis but its last may become lanes."""
+        """An evaluator in which `node` is a source with lanes `draws(random)`. `outer`: no axis but its last may
+        become lanes.
+        """
         return Study(self, node, draws, outer)
 
     def settle(self, attempt: Callable[[], T]) -> T:
@@ -100,14 +102,19 @@ class Evaluator:
         """Uninitialised memory: numbers that nothing else has, the same for every token."""
         shape = operations.shape_of(node)
         last = shape[-1] if shape and isinstance(shape[-1], int) and shape[-1] <= _MAX_LANES else 1
-        return Value(shape, self.random(("filler", node, last), (WORLDS, 1, *(1,) * (len(shape) - 1), last)[: 2 + len(shape)]), {})
+        return Value(
+            shape,
+            self.random(("filler", node, last), (WORLDS, 1, *(1,) * (len(shape) - 1), last)[: 2 + len(shape)]),
+            {},
+        )
 
     def _scalar(self, key: Hashable, meaning: float | fx.Node) -> Value:
         if key not in self.scalars:
             self.scalars[key] = (Value((), np.abs(self.random(key, (WORLDS, 1))), {}), meaning)
         return self.scalars[key][0]
 
-    # --- versions of memory ----------------------------------------------------------------------------------------------------------
+    # --- versions of memory
+    # ----------------------------------------------------------------------------------------------------------
 
     def _version(self, node: fx.Node, write: fx.Node | None) -> Any:
         """`node` after `write`, the last write to its memory that counts; None: as it was computed."""
@@ -117,7 +124,9 @@ class Evaluator:
                 return self._source(node, write)
             self._depth += 1
             try:
-                self._memo[key] = self._checked(node, self._plain(node) if write is None else self._written(node, write))
+                self._memo[key] = self._checked(
+                    node, self._plain(node) if write is None else self._written(node, write)
+                )
             except Opaque:
                 self._memo[key] = self._opaque(node, write)
             finally:
@@ -208,7 +217,8 @@ class Evaluator:
         args = self._arguments(write.args, write)
         return operations.tensor(operations.apply(self, write, arithmetic, args, self._arguments(write.kwargs, write)))
 
-    # --- sources ---------------------------------------------------------------------------------------------------------------------
+    # --- sources ----------------------------------------------------------------------------------------------------
+    # -----------------
 
     def _opaque(self, node: fx.Node, write: fx.Node | None) -> Any:
         return self._source(node, write)
@@ -216,7 +226,9 @@ class Evaluator:
     def _source(self, node: fx.Node, write: fx.Node | None) -> Any:
         value = fake(node)
         if isinstance(value, tuple | list):
-            return [self._tensor_source((node, write, i), v) for i, v in enumerate(value) if isinstance(v, torch.Tensor)]
+            return [
+                self._tensor_source((node, write, i), v) for i, v in enumerate(value) if isinstance(v, torch.Tensor)
+            ]
         if not isinstance(value, torch.Tensor):
             return None
         return self._tensor_source((node, write), value, creates=operation(node) in ("arange", "linspace"))
@@ -226,7 +238,9 @@ class Evaluator:
             return self._sources[key]
         shape = sizes(tensor)
         features = (tensor.is_floating_point() or tensor.is_complex()) and not creates
-        promotable = {k for k, n in enumerate(shape) if isinstance(n, int) and n <= (_PROMOTABLE if len(shape) == 1 else 8)}
+        promotable = {
+            k for k, n in enumerate(shape) if isinstance(n, int) and n <= (_PROMOTABLE if len(shape) == 1 else 8)
+        }
         self._sources[key] = self._make_source(key, shape, features, promotable, tensor.is_complex())
         return self._sources[key]
 
@@ -242,7 +256,9 @@ class Evaluator:
         kept = set(self._promoted.get(key, ()))
         if features and shape and isinstance(shape[-1], int) and shape[-1] <= _MAX_LANES:
             kept.add(len(shape) - 1)
-        data = self.random((key, frozenset(kept)), (WORLDS, 1, *(n if k in kept else 1 for k, n in enumerate(shape))), complex_)  # type: ignore[arg-type]
+        data = self.random(
+            (key, frozenset(kept)), (WORLDS, 1, *(n if k in kept else 1 for k, n in enumerate(shape))), complex_
+        )
         source = Source(key, shape, frozenset(promotable - kept))
         paths = tuple(None if k in kept or n == 1 else ("axis", k) for k, n in enumerate(shape))
         return Value(shape, data if draws is None else draws(data), {source: paths})
@@ -282,8 +298,12 @@ class Study(Evaluator):
                 inputs = [(n, self.effects.last_write(n, node)) for n in node.all_input_nodes]
                 if write is not None:
                     inputs += [(n, self.effects.last_write(n, write)) for n in write.all_input_nodes]
-                    inputs += [(n, self.effects.last_write(n, w)) for w in self.effects.writes(node) if order[w] < order[write]
-                               for n in w.all_input_nodes]
+                    inputs += [
+                        (n, self.effects.last_write(n, w))
+                        for w in self.effects.writes(node)
+                        if order[w] < order[write]
+                        for n in w.all_input_nodes
+                    ]
                 self._dependent[key] = any(self.depends(*i) for i in inputs)
         return self._dependent[key]
 
@@ -316,7 +336,8 @@ class Study(Evaluator):
 def overwrite(before: Value, address: Callable[[Value], Value], new: Value) -> Value:
     """`before` with `address(before)`, a view of it, set to `new`.
 
-    Which axes are addressed in part is found by addressing a value whose axes are all labels: exactly those ask to become lanes.
+    Which axes are addressed in part is found by addressing a value whose axes are all labels: exactly those ask to
+    become lanes.
     """
     whole: set[int] = set()
     while True:
@@ -334,7 +355,7 @@ def overwrite(before: Value, address: Callable[[Value], Value], new: Value) -> V
             if new.rank != place.rank:
                 raise Opaque("a write of more axes than there are")
             axes = {a: path[1] for a, path in enumerate(place.axes[probe]) if path is not None and path[0] == "axis"}
-            more = {d for a, d in axes.items() if new.lanes(a)}  # type: ignore[misc]
+            more = {d for a, d in axes.items() if new.lanes(a)}
             if not more:
                 break
         if more <= whole or not all(isinstance(before.shape[d], int) for d in more):
@@ -349,12 +370,14 @@ def overwrite(before: Value, address: Callable[[Value], Value], new: Value) -> V
             if p is not None and a not in axes:
                 lanes.promote([new], a)
             if p is not None:
-                moved[axes[a]] = p  # type: ignore[index]
+                moved[axes[a]] = p
         outer[source] = tuple(moved)
     for d in range(before.rank):
         if before.lanes(d) and any(path[d] is not None for path in outer.values()):
             raise Opaque("a write of an outer axis into lanes")
-    shape = [max(a, b) for a, b in zip(before.data.shape[:2], new.data.shape[:2], strict=True)] + list(before.data.shape[2:])
+    shape = [max(a, b) for a, b in zip(before.data.shape[:2], new.data.shape[:2], strict=True)] + list(
+        before.data.shape[2:]
+    )
     kind = np.result_type(before.data, new.data)
     data = np.array(np.broadcast_to(before.data, shape), dtype=kind)
     view = address(Value(before.shape, data, {})).data
@@ -363,4 +386,3 @@ def overwrite(before: Value, address: Callable[[Value], Value], new: Value) -> V
     view[...] = new.data
     result = Value(before.shape, data, outer)
     return Value(before.shape, data, lanes.join_axes([before, result]))
-

@@ -1,14 +1,17 @@
 """What a tensor of a graph is, worked out on one token: the lanes are numbers, the outer axes are labels.
 
-A graph is evaluated with every *outer* axis (batch, sequence) collapsed to size one and every *lane* axis (anything cut from the feature axis)
-kept whole. An opaque producer, a *source* (a projection, a parameter, an unknown operation), gets random float64 lanes; from there on every
-operation runs on real numbers. Two nodes whose lanes agree on independent random draws are the same function of the same sources
-(Schwartz 1980, Zippel 1979): the spelling does not matter.
+A graph is evaluated with every *outer* axis (batch, sequence) collapsed to size one and every *lane* axis (anything
+cut from the feature axis) kept whole. An opaque producer, a *source* (a projection, a parameter, an unknown
+operation), gets random float64 lanes; from there on every operation runs on real numbers. Two nodes whose lanes agree
+on independent random draws are the same function of the same sources (Schwartz 1980, Zippel 1979): the spelling does
+not matter.
 
-`data` has two more axes in front: [world, draw, *axes]. Every source differs between worlds; only the tensor under study differs between draws.
+`data` has two more axes in front: [world, draw, *axes]. Every source differs between worlds; only the tensor under
+study differs between draws.
 
-What collapsing loses is which place along an outer axis is read. `axes` keeps it: for each source a value depends on, the source axis that each
-axis of the value runs along. An operation that would read one source along two different paths has no such description and becomes a new source.
+What collapsing loses is which place along an outer axis is read. `axes` keeps it: for each source a value depends on,
+the source axis that each axis of the value runs along. An operation that would read one source along two different
+paths has no such description and becomes a new source.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ WORLDS = 2
 MAX_ELEMENTS = 1 << 21
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Path: TypeAlias = "tuple[Hashable, ...] | None"
-"""How one axis of a value runs over a source: ("axis", k) is source axis k in order; ("merge", ...) and ("part", ...) come from reshapes.
+Path: TypeAlias = "tuple[Any, ...] | None"
+"""How one axis of a value runs over a source: ("axis", k) is source axis k in order; ("merge", ...) and ("part", ...)
+come from reshapes.
 None: the value does not vary with the source along this axis."""
 
 
@@ -39,7 +43,9 @@ class Mixed(Opaque):
 
 
 class Promote(Exception):
-    """An outer axis must be treated as lanes for the evaluation to go on; the evaluation starts again with that known."""
+    """An outer axis must be treated as lanes for the evaluation to go on; the evaluation starts again with that
+    known.
+    """
 
     def __init__(self, wanted: Sequence[tuple[Source, int]]) -> None:
         super().__init__()
@@ -109,7 +115,7 @@ def promote(values: Sequence[Value], axis: int) -> None:
             wanted.append((source, path[1]))
     if not wanted:
         raise Opaque("an axis is used as a feature axis")
-    raise Promote(wanted)  # type: ignore[arg-type]
+    raise Promote(wanted)
 
 
 def need_lanes(value: Value, axis: int) -> Value:
@@ -131,7 +137,8 @@ def whole(value: Value, axis: int) -> Value:
     return Value(value.shape, np.broadcast_to(value.data, shape), value.axes)
 
 
-# --- arithmetic ----------------------------------------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------------------------
+# -----------------
 
 
 def broadcast(value: Value, rank: int) -> Value:
@@ -178,8 +185,9 @@ def join_axes(values: Sequence[Value]) -> dict[Source, tuple[Path, ...]]:
 def seal(value: Value, random: Callable[[Hashable, int], Array]) -> Value:
     """`value` with the lanes of its axes before the last turned into labels.
 
-    Along a sealed axis only a random combination of its places is kept, the same one for all axes of that length. It is linear, so two lanes are
-    equal (or opposite) after sealing exactly when they are at every place, also between two sealed values.
+    Along a sealed axis only a random combination of its places is kept, the same one for all axes of that length. It
+    is linear, so two lanes are equal (or opposite) after sealing exactly when they are at every place, also between
+    two sealed values.
     """
     axes = dict(value.axes)
     data = value.data
@@ -192,7 +200,8 @@ def seal(value: Value, random: Callable[[Hashable, int], Array]) -> Value:
     return value if data is value.data else Value(value.shape, data, axes)
 
 
-# --- data movement -------------------------------------------------------------------------------------------------------------------
+# --- data movement
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def permute(value: Value, order: Sequence[int]) -> Value:
@@ -201,7 +210,9 @@ def permute(value: Value, order: Sequence[int]) -> Value:
     if sorted(order) != list(range(value.rank)):
         raise Opaque("not a permutation")
     data = value.data.transpose([0, 1, *(2 + d for d in order)])
-    return Value(tuple(value.shape[d] for d in order), data, {s: tuple(p[d] for d in order) for s, p in value.axes.items()})
+    return Value(
+        tuple(value.shape[d] for d in order), data, {s: tuple(p[d] for d in order) for s, p in value.axes.items()}
+    )
 
 
 def expand(value: Value, shape: Sequence[Size]) -> Value:
@@ -229,7 +240,7 @@ def view(value: Value, shape: Sequence[Size]) -> Value:
             for d in old:
                 if value.data.shape[2 + d] != value.shape[d]:
                     data = np.repeat(data, value.shape[d], axis=2 + d)
-            data_shape += news  # type: ignore[arg-type]
+            data_shape += news
             for paths in axes.values():
                 paths += [None] * len(new)
             continue
@@ -268,7 +279,9 @@ def _middle_groups(
             left, right = product(old[i:a]), product(new[j:b])
             if (a > i or b > j) and left == right:
                 break
-            grow_old = a < old_end and (b == new_end or not isinstance(left, int) or not isinstance(right, int) or left <= right)
+            grow_old = a < old_end and (
+                b == new_end or not isinstance(left, int) or not isinstance(right, int) or left <= right
+            )
             if isinstance(left, int) and isinstance(right, int):
                 grow_old = a < old_end and (left <= right or b == new_end)
             if grow_old:
@@ -303,16 +316,17 @@ def _regroup(parts: list[tuple[Path, Size]], news: Sequence[Size]) -> list[Path]
 def _merge(parts: list[tuple[Path, Size]]) -> Path:
     first = parts[0][0]
     if first is not None and first[0] == "part":
-        _, whole_path, whole_sizes, _ = first
-        if parts == [(("part", whole_path, whole_sizes, i), n) for i, n in enumerate(whole_sizes)]:  # type: ignore[var-annotated, arg-type]
-            return whole_path  # type: ignore[return-value]
+        whole_path: Path = first[1]
+        whole_sizes = first[2]
+        if parts == [(("part", whole_path, whole_sizes, i), n) for i, n in enumerate(whole_sizes)]:
+            return whole_path
     return ("merge", tuple(parts))
 
 
 def _split(path: Path, news: Sequence[Size]) -> list[Path]:
     assert path is not None
-    if path[0] == "merge" and [n for _, n in path[1]] == list(news):  # type: ignore[union-attr]
-        return [p for p, _ in path[1]]  # type: ignore[union-attr]
+    if path[0] == "merge" and [n for _, n in path[1]] == list(news):
+        return [p for p, _ in path[1]]
     return [("part", path, tuple(news), i) for i in range(len(news))]
 
 
@@ -322,7 +336,9 @@ def drop_axis(value: Value, axis: int) -> Value:
         raise Opaque("squeeze of an axis that varies")
     keep = [d for d in range(value.rank) if d != axis]
     data = value.data.reshape([n for i, n in enumerate(value.data.shape) if i != 2 + axis])
-    return Value(tuple(value.shape[d] for d in keep), data, {s: tuple(p[d] for d in keep) for s, p in value.axes.items()})
+    return Value(
+        tuple(value.shape[d] for d in keep), data, {s: tuple(p[d] for d in keep) for s, p in value.axes.items()}
+    )
 
 
 def add_axis(value: Value, axis: int) -> Value:
@@ -353,7 +369,9 @@ def select_lane(value: Value, axis: int, index: int) -> Value:
         promote([value], axis)
     data = value.data[(slice(None),) * (2 + axis) + (index if value.lanes(axis) else 0,)]
     keep = [d for d in range(value.rank) if d != axis]
-    return Value(tuple(value.shape[d] for d in keep), data, {s: tuple(p[d] for d in keep) for s, p in value.axes.items()})
+    return Value(
+        tuple(value.shape[d] for d in keep), data, {s: tuple(p[d] for d in keep) for s, p in value.axes.items()}
+    )
 
 
 def take_lanes(value: Value, axis: int, places: Sequence[int]) -> Value:
@@ -381,7 +399,9 @@ def cat(values: Sequence[Value], axis: int) -> Value:
     return Value((*shape[:axis], total, *shape[axis:]), np.concatenate(parts, axis=2 + axis), join_axes(values))
 
 
-def reduce(value: Value, axes: Sequence[int], keepdim: bool, function: Callable[[Array, tuple[int, ...]], Array]) -> Value:
+def reduce(
+    value: Value, axes: Sequence[int], keepdim: bool, function: Callable[[Array, tuple[int, ...]], Array]
+) -> Value:
     """`function` over lane axes."""
     axes = sorted({value.axis(d) for d in axes})
     for d in axes:

@@ -1,14 +1,16 @@
 """The operations the reader understands, each as a function on `Value`s.
 
-A handler gets the context (the node and its shape), then the node's arguments with tensors replaced by values. It raises `Opaque` for a use it does
-not model; the result of the node is then a new source. Only analytic functions are listed: on random numbers `abs(x)` and `x` can agree, so
-piecewise functions (`abs`, `relu`, `clamp`, `where`, comparisons) stay opaque.
+A handler gets the context (the node and its shape), then the node's arguments with tensors replaced by values. It
+raises `Opaque` for a use it does not model; the result of the node is then a new source. Only analytic functions are
+listed: on random numbers `abs(x)` and `x` can agree, so piecewise functions (`abs`, `relu`, `clamp`, `where`,
+comparisons) stay opaque.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,16 +34,17 @@ class Context(Protocol):
 
 
 Handler = Callable[..., Any]
+H = TypeVar("H", bound=Handler)
 HANDLERS: dict[str, Handler] = {}
 
 SMALL_LITERAL = 1e-2
 """Literals up to this size that are added to a tensor are taken for an eps."""
 
 
-def handler(*names: str) -> Callable[[Handler], Handler]:
+def handler(*names: str) -> Callable[[H], H]:
     """Register a handler under canonical names."""
 
-    def register(function: Handler) -> Handler:
+    def register(function: H) -> H:
         for name in names:
             HANDLERS[name] = function
         return function
@@ -101,7 +104,8 @@ def _sizes_argument(args: tuple[Any, ...]) -> Sequence[Any]:
     return args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
 
 
-# --- casts ---------------------------------------------------------------------------------------------------------------------------
+# --- casts ----------------------------------------------------------------------------------------------------------
+# -----------------
 
 
 def _cast(context: Context, node: fx.Node, x: Value, *args: Any, **kwargs: Any) -> Value:
@@ -124,7 +128,8 @@ def _keep(context: Context, node: fx.Node, x: Value) -> Value:
     return x
 
 
-# --- data movement -------------------------------------------------------------------------------------------------------------------
+# --- data movement
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @handler("view", "squeeze", "unsqueeze")
@@ -220,7 +225,13 @@ def _select(context: Context, node: fx.Node, x: Value, dim: int, index: int) -> 
 
 @handler("slice")
 def _slice(
-    context: Context, node: fx.Node, x: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    context: Context,
+    node: fx.Node,
+    x: Value,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> Value:
     axis = x.axis(integer(dim))
     if end is not None and shape_of(node)[axis] == x.shape[axis]:
@@ -230,7 +241,7 @@ def _slice(
 
 def _pieces(x: Value, axis: int, bounds: Sequence[int]) -> list[Value]:
     x = lanes.need_lanes(x, axis)
-    return [lanes.slice_lanes(x, axis, a, b, None) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [lanes.slice_lanes(x, axis, a, b, None) for a, b in itertools.pairwise(bounds)]
 
 
 def _length(x: Value, axis: int) -> int:
@@ -290,7 +301,9 @@ def _stack(context: Context, node: fx.Node, xs: Sequence[Value], dim: int = 0) -
 
 
 @handler("repeat_interleave")
-def _repeat_interleave(context: Context, node: fx.Node, x: Value, repeats: int, dim: Any = None, output_size: Any = None) -> Value:
+def _repeat_interleave(
+    context: Context, node: fx.Node, x: Value, repeats: int, dim: Any = None, output_size: Any = None
+) -> Value:
     axis = x.axis(integer(dim))
     return lanes.take_lanes(x, axis, np.repeat(np.arange(_length(x, axis)), integer(repeats)).tolist())
 
@@ -300,7 +313,9 @@ def _repeat(context: Context, node: fx.Node, x: Value, *repeats: Any) -> Value:
     counts = _sizes_argument(repeats)
     x = lanes.broadcast(x, max(len(counts), x.rank))
     shape = shape_of(node)
-    for axis, (count, before, after) in enumerate(zip([1] * (x.rank - len(counts)) + list(counts), x.shape, shape, strict=True)):
+    for axis, (count, before, after) in enumerate(
+        zip([1] * (x.rank - len(counts)) + list(counts), x.shape, shape, strict=True)
+    ):
         if count == 1:
             continue
         if before == 1 or not (x.outer(axis) or x.lanes(axis)):
@@ -325,7 +340,8 @@ def _flip(context: Context, node: fx.Node, x: Value, *dims: Any) -> Value:
     return x
 
 
-# --- complex numbers -----------------------------------------------------------------------------------------------------------------
+# --- complex numbers
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @handler("view_as_complex")
@@ -363,7 +379,8 @@ def _getattr(context: Context, node: fx.Node, x: Value, name: str) -> Value:
     raise Opaque(f"attribute {name}")
 
 
-# --- arithmetic ----------------------------------------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------------------------
+# -----------------
 
 
 def _numeric(node: fx.Node) -> None:
@@ -456,11 +473,13 @@ def _pow(context: Context, node: fx.Node, x: Any, exponent: Any) -> Value:
 def _power(x: Array, exponent: Array) -> Array:
     if exponent.size == 1 and exponent.flat[0] == 2:
         return x * x
-    return np.power(x.astype(np.result_type(x, np.float64)), exponent)
+    return np.asarray(np.power(x.astype(np.result_type(x, np.float64)), exponent))
 
 
 @handler("mean")
-def _mean(context: Context, node: fx.Node, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+def _mean(
+    context: Context, node: fx.Node, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Value:
     _numeric(node)
     return lanes.reduce(x, axes_of(x, dim), keepdim, lambda a, axes: a.mean(axis=axes, keepdims=True))
 
@@ -473,7 +492,13 @@ def _sum(context: Context, node: fx.Node, x: Value, dim: Any = None, keepdim: bo
 
 @handler("var")
 def _var(
-    context: Context, node: fx.Node, x: Value, dim: Any = None, unbiased: Any = None, keepdim: bool = False, correction: Any = None
+    context: Context,
+    node: fx.Node,
+    x: Value,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    correction: Any = None,
 ) -> Value:
     ddof = integer(correction) if correction is not None else 0 if unbiased is False else 1
     return lanes.reduce(x, axes_of(x, dim), keepdim, lambda a, axes: a.var(axis=axes, keepdims=True, ddof=ddof))
@@ -481,7 +506,14 @@ def _var(
 
 @handler("norm", "vector_norm")
 def _norm(
-    context: Context, node: fx.Node, x: Value, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, ord: Any = 2
+    context: Context,
+    node: fx.Node,
+    x: Value,
+    p: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+    ord: Any = 2,
 ) -> Value:
     if p not in (2, "fro") or ord != 2 or dim is None:
         raise Opaque("a norm other than the Euclidean one")
@@ -514,7 +546,7 @@ def _einsum(context: Context, node: fx.Node, equation: str, *operands: Any) -> V
     for value, word in zip(values, names, strict=True):
         if len(set(word)) != len(word):
             raise Opaque("einsum of a diagonal")
-        value = lanes.permute(value, sorted(range(len(word)), key=lambda d: letters.index(word[d])))  # noqa: B023
+        value = lanes.permute(value, sorted(range(len(word)), key=lambda d: letters.index(word[d])))
         for axis, letter in enumerate(letters):
             if letter not in word:
                 value = lanes.add_axis(value, axis)
@@ -524,11 +556,14 @@ def _einsum(context: Context, node: fx.Node, equation: str, *operands: Any) -> V
     return lanes.reduce(terms, summed, False, lambda a, axes: a.sum(axis=axes, keepdims=True)) if summed else terms
 
 
-# --- normalisation -------------------------------------------------------------------------------------------------------------------
+# --- normalisation
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @handler("rms_norm")
-def _rms_norm(context: Context, node: fx.Node, x: Value, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Value:
+def _rms_norm(
+    context: Context, node: fx.Node, x: Value, normalized_shape: Any, weight: Any = None, eps: Any = None
+) -> Value:
     if eps is None:
         fake = fake_tensor(node.args[0])
         if fake is None or fake.dtype not in (torch.float32, torch.float64):
@@ -559,7 +594,8 @@ def _layer_norm(
     return y if bias is None else elementwise(np.add, y, tensor(bias))
 
 
-# --- constants -----------------------------------------------------------------------------------------------------------------------
+# --- constants ------------------------------------------------------------------------------------------------------
+# -----------------
 
 
 def _constant(node: fx.Node, fill: float) -> Value:
@@ -600,7 +636,9 @@ def _empty(context: Context, node: fx.Node, *args: Any, **kwargs: Any) -> Value:
 
 
 @handler("dropout")
-def _dropout(context: Context, node: fx.Node, x: Value, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Value:
+def _dropout(
+    context: Context, node: fx.Node, x: Value, p: Any = 0.5, training: Any = True, inplace: Any = False
+) -> Value:
     if p == 0 or training is False:
         return x
     raise Opaque("dropout")

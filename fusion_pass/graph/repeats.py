@@ -1,13 +1,14 @@
 """Layers repeat: what was found out about one place of a graph holds for every place built the same way.
 
-A place is compared with an earlier one node by node, from its root upwards through everything the reader can evaluate and downwards through what
-reads it. Nothing is hashed, so there is no wrong hit: either every node has exactly one counterpart with the same operation, literals, shape,
-strides, dtype, writes and order, or the places are different. Nodes that both places share (the rotary tables of the model) are their own counterparts and
-are not followed further.
+A place is compared with an earlier one node by node, from its root upwards through everything the reader can evaluate
+and downwards through what reads it. Nothing is hashed, so there is no wrong hit: either every node has exactly one
+counterpart with the same operation, literals, shape, strides, dtype, writes and order, or the places are different.
+Nodes that both places share (the rotary tables of the model) are their own counterparts and are not followed further.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -60,7 +61,7 @@ def counterparts(effects: Effects, old: fx.Node, new: fx.Node) -> Mapping | None
         return None
     order = effects.order
     places = sorted((order[a], order[b]) for a, b in comparison.forward.items())
-    if any(x[1] >= y[1] for x, y in zip(places, places[1:], strict=False)):
+    if any(x[1] >= y[1] for x, y in itertools.pairwise(places)):
         return None
     if any(len(a.users) != len(b.users) for a, b in pairs):
         return None
@@ -91,7 +92,11 @@ class _Comparison:
         self.forward[a], self.backward[b] = b, a
         writes = self.effects.writes(a), self.effects.writes(b)
         if a is not b:
-            if a.op != b.op or (a.op in ("call_function", "call_method") and a.target != b.target) or not same_fake(fake(a), fake(b)):
+            if (
+                a.op != b.op
+                or (a.op in ("call_function", "call_method") and a.target != b.target)
+                or not same_fake(fake(a), fake(b))
+            ):
                 return False
             self.queue.append((a, b))
         elif not writes[0]:
@@ -121,7 +126,11 @@ class _Comparison:
         if isinstance(a, fx.Node):
             return isinstance(b, fx.Node) and self.pair(a, b)
         if isinstance(a, tuple | list):
-            return isinstance(b, tuple | list) and len(a) == len(b) and all(self.same(x, y) for x, y in zip(a, b, strict=True))
+            return (
+                isinstance(b, tuple | list)
+                and len(a) == len(b)
+                and all(self.same(x, y) for x, y in zip(a, b, strict=True))
+            )
         if isinstance(a, dict):
             return isinstance(b, dict) and a.keys() == b.keys() and all(self.same(a[k], b[k]) for k in a)
         if isinstance(a, slice):

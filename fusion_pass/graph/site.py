@@ -3,8 +3,9 @@
 A site is data. It names the operator call that a region of the graph becomes, the nodes the call reads and the nodes it
 replaces; it changes nothing itself. `rewrite.py` is the only place that turns a site into graph edits.
 
-Movement between a graph node and an operator argument (for example from `[B, H, S, D]` to the operators' `[B, S, H, D]`)
-is a chain of `Step`s that need no symbolic size: transpose, permute, unflatten, flatten, unsqueeze, squeeze, select, narrow.
+Movement between a graph node and an operator argument (for example from `[B, H, S, D]` to the operators' `[B, S, H,
+D]`) is a chain of `Step`s that need no symbolic size: transpose, permute, unflatten, flatten, unsqueeze, squeeze,
+select, narrow.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Operand:
 class Call:
     """An operator call: `torch.ops.<namespace>.<name>(**tensors, **options)`.
 
-    `options` may hold an `fx.Node` where the graph computes a scalar (a `dynamic=True` graph passes eps as `tensor.item()`).
+    `options` may hold an `fx.Node` where the graph computes a scalar (a `dynamic=True` graph passes eps as
+    `tensor.item()`).
     """
 
     name: str
@@ -62,7 +64,8 @@ class Site:
     """One place of one graph that becomes one operator call.
 
     `region` holds every node the fused call makes redundant (for the report, the mutation check and `verify`);
-    `anchor` is the last of them in graph order. `layer` is the module path from `nn_module_stack` (or '' when the graph has none).
+    `anchor` is the last of them in graph order. `layer` is the module path from `nn_module_stack` (or '' when the
+    graph has none).
     """
 
     fusion: str

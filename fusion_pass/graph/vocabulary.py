@@ -1,21 +1,23 @@
 """One vocabulary for the many spellings of an operation.
 
-`x.view`, `torch.reshape` and `aten._unsafe_view` are all `view`; `operator.mul`, `torch.mul`, `Tensor.mul` and `aten.mul.Tensor` are all `mul`.
-Everything above this file speaks of an operation by its canonical name only.
+`x.view`, `torch.reshape` and `aten._unsafe_view` are all `view`; `operator.mul`, `torch.mul`, `Tensor.mul` and
+`aten.mul.Tensor` are all `mul`. Everything above this file speaks of an operation by its canonical name only.
 """
 
 from __future__ import annotations
 
 import operator
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-Size = int | sympy.Expr
-"""A tensor size: a number, or the symbol's expression in a graph with dynamic shapes. Comparing two of them adds no guard."""
+Size: TypeAlias = "int | sympy.Expr"
+"""A tensor size: a number, or the symbol's expression in a graph with dynamic shapes. Comparing two of them adds no
+guard.
+"""
 
 _ALIASES = {
     "_unsafe_view": "view",
@@ -60,13 +62,14 @@ _ALIASES = {
 }
 
 CASTS = frozenset(
-    "to _to_copy float half bfloat16 double type_as type contiguous clone detach alias cfloat cdouble convert_element_type "
-    "lift_fresh_copy checkpoint_name cuda cpu".split()
+    "to _to_copy float half bfloat16 double type_as type contiguous clone detach alias cfloat cdouble "
+    "convert_element_type lift_fresh_copy checkpoint_name cuda cpu".split()
 )
 """Operations that keep every value (up to rounding) and every axis."""
 
 MOVEMENTS = frozenset(
-    "view transpose permute t movedim unsqueeze squeeze getitem split chunk unbind tensor_split narrow select slice expand".split()
+    "view transpose permute t movedim unsqueeze squeeze getitem split chunk unbind tensor_split "
+    "narrow select slice expand".split()
 )
 """Operations that only rearrange or select elements of their first argument."""
 
@@ -83,13 +86,13 @@ _OTHER_IN_PLACE = frozenset(
 )
 
 _PURE_HIGHER_ORDER = frozenset(
-    "tag_activation_checkpoint wrap wrap_activation_checkpoint flex_attention flex_attention_backward autograd_function_apply "
-    "auto_functionalized auto_functionalized_v2 checkpoint".split()
+    "tag_activation_checkpoint wrap wrap_activation_checkpoint flex_attention flex_attention_backward "
+    "autograd_function_apply auto_functionalized auto_functionalized_v2 checkpoint".split()
 )
 
 
 def operation(node: fx.Node) -> str:
-    """Canonical name of what `node` does; for nodes that call nothing, the kind of node (`placeholder`, `get_attr`, ...)."""
+    """Canonical name of what `node` does; for nodes that call nothing, their kind (`placeholder`, `get_attr`, ...)."""
     if node.op == "call_method":
         return _ALIASES.get(str(node.target), str(node.target))
     if node.op == "call_function":
@@ -100,7 +103,7 @@ def operation(node: fx.Node) -> str:
 @lru_cache(maxsize=8192)
 def _function_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
-        name = target._opname if target.namespace in ("aten", "prims") else target.name()
+        name = target._opname if target.namespace in ("aten", "prims") else str(target)
     elif _is_of_pytorch(target):
         name = getattr(target, "__name__", str(target))
     else:
@@ -133,12 +136,16 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     out = node.kwargs.get("out")
-    written = [] if out is None else [n for n in node.all_input_nodes if n in (out if isinstance(out, tuple | list) else [out])]
+    written = (
+        []
+        if out is None
+        else [n for n in node.all_input_nodes if n in (out if isinstance(out, tuple | list) else [out])]
+    )
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return written + _written_by_schema(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return [] if target.name() in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
+        return [] if target._name in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
     writes_first = (
         operation(node) in ("setitem", "__setitem__", "copy_")
         or in_place(node) is not None
@@ -162,7 +169,7 @@ def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.
 
 
 def fake(node: fx.Node) -> Any:
-    """The fake value a capture recorded for `node` (Dynamo: `example_value`; export and AOTAutograd: `val`), or None."""
+    """The fake value recorded for `node` (Dynamo: `example_value`; export and AOTAutograd: `val`), or None."""
     return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
 
 

@@ -55,7 +55,12 @@ def _other_argument(graph: fx.Graph, node: fx.Node, rng: random.Random) -> None:
             if other is node:
                 break
             fake = other.meta.get("example_value")
-            if other is not argument and isinstance(fake, torch.Tensor) and fake.shape == value.shape and fake.dtype == value.dtype:
+            if (
+                other is not argument
+                and isinstance(fake, torch.Tensor)
+                and fake.shape == value.shape
+                and fake.dtype == value.dtype
+            ):
                 earlier.append(other)
         if earlier and rng.random() < 0.7:
             node.replace_input_with(argument, rng.choice(earlier))

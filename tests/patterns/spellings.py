@@ -96,7 +96,20 @@ def opposite(q: Tensor, c: Tensor, s: Tensor) -> Tensor:
     return q * c + torch.cat((q[..., HALF:], -q[..., :HALF]), -1) * s
 
 
-ROTATIONS = (halves, chunked, unbound, rolled, stacked, complex_product, matrix, written, copied, addcmul, subtracted, flipped)
+ROTATIONS = (
+    halves,
+    chunked,
+    unbound,
+    rolled,
+    stacked,
+    complex_product,
+    matrix,
+    written,
+    copied,
+    addcmul,
+    subtracted,
+    flipped,
+)
 
 NORMS: dict[str, Normalise] = {
     "rsqrt": rms,
@@ -109,7 +122,9 @@ NORMS: dict[str, Normalise] = {
     "transposed": lambda x, w: rms(x.transpose(1, 2), w).transpose(1, 2),
     "tiny_eps": lambda x, w: rms(x, w, 1e-12),
     "layer": lambda x, w: F.layer_norm(x, (D,), w, None, 1e-6),
-    "layer_by_hand": lambda x, w: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-6) * w,
+    "layer_by_hand": lambda x, w: (
+        (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-6) * w
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""MRoPE: rows picked in the layer become three-row tables; rows picked once per model stay picked. Three different positions throughout."""
+"""MRoPE: rows picked in the layer become three-row tables; rows picked once per model stay picked. Three different
+positions throughout.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exactness import sites_of
-from spellings import B, D, HALF, H, S, halves
+from spellings import HALF, B, D, H, S, halves
 from torch import nn
 
 from fusion_pass.patterns.mrope import layout_of
@@ -51,8 +53,8 @@ class PerLayer(nn.Module):
         return F.scaled_dot_product_attention(q, k, k)
 
 
-@pytest.mark.parametrize("pairing", ("halves", "adjacent", "adjacent_to_halves"))
-@pytest.mark.parametrize("pick", (sectioned, interleaved), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("pairing", ["halves", "adjacent", "adjacent_to_halves"])
+@pytest.mark.parametrize("pick", [sectioned, interleaved], ids=lambda f: f.__name__)
 def test_rows_picked_in_the_layer(pick, pairing):
     torch.manual_seed(0)
     positions = torch.stack([torch.randint(0, 50, (B, S)) for _ in range(3)])

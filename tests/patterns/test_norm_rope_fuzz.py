@@ -26,12 +26,10 @@ def run(module, values, seeds) -> tuple[int, int]:
         built += 1
         sites, _ = find(changed)
         for site in sites:
-            try:
-                ((_, error),) = errors(changed, values, [site])
-            except AssertionError as reason:
-                assert "no finite numbers" in str(reason), f"seed {seed}: {reason}"
-                continue
-            assert error <= TOLERANCE, f"seed {seed}: {site.fusion} at {site.anchor} is off by {error:.3g}\n{changed.graph}"
+            ((_, error),) = errors(changed, values, [site])
+            if error == float("inf"):
+                continue  # the changed graph itself gives no finite numbers
+            assert error <= TOLERANCE, f"seed {seed}: {site.fusion} at {site.anchor} is off by {error:.3g}"
             found += 1
     return built, found
 
@@ -41,7 +39,8 @@ def test_mutations(case):
     rotate, norm, norm_last = case
     module, values = capture(Attention(rotate, NORMS[norm], norm_last), *inputs())
     built, found = run(module, values, range(40))
-    assert built >= 15 and found >= 5, (built, found)
+    assert built >= 15
+    assert found >= 5
 
 
 def test_the_check_can_fail():

@@ -94,11 +94,11 @@ def test_deepseek_rotates_q_and_k_at_different_lanes():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    (
+    [
         ("flux", {("qk_norm_rope", "none"), ("qk_norm_rope", "rms")}),
         ("qwen_image", {("qk_norm_rope", "rms")}),
         ("hunyuan_video", {("qk_norm_rope", "rms"), ("qk_norm_rope", "none")}),
-    ),
+    ],
 )
 def test_joint_attention(name, expected):
     """Streams that are normalised before they are concatenated keep their norms; the rotation of the whole is fused."""
@@ -109,29 +109,32 @@ def test_joint_attention(name, expected):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    (("cogvideox", "written back"), ("cogview4", "written back"), ("mochi", "differ between heads")),
+    [("cogvideox", "written back"), ("cogview4", "written back"), ("mochi", "differ between heads")],
 )
 def test_refused(name, reason):
     found, refusals = sites(name)
     assert not found
-    assert refusals and all(reason in r.reason for r in refusals)
+    assert refusals
+    assert all(reason in r.reason for r in refusals)
 
 
-@pytest.mark.parametrize("name", ("sd3", "sana"))
+@pytest.mark.parametrize("name", ["sd3", "sana"])
 def test_nothing_to_find(name):
     assert sites(name) == ([], [])
 
 
-@pytest.mark.parametrize("name", ("qwen3", "olmo2", "gemma3", "qwen3_vl"))
+@pytest.mark.parametrize("name", ["qwen3", "olmo2", "gemma3", "qwen3_vl"])
 def test_dynamic_shapes(name):
     found, refusals = sites(name, dynamic=True)
-    assert not refusals and [s.fusion for s in found] == ["qk_norm_rope"]
+    assert not refusals
+    assert [s.fusion for s in found] == ["qk_norm_rope"]
 
 
-@pytest.mark.parametrize("name", ("qwen3", "qwen3_vl", "wan"))
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl", "wan"])
 def test_layers_repeat(name):
     """Verdicts taken over from another layer are as exact as the first, and name the layer's own nodes."""
     found, refusals = sites(name, layers=3)
-    assert not refusals and len(found) == 3
+    assert not refusals
+    assert len(found) == 3
     assert len({s.layer for s in found}) == 3
     assert len({s.call.tensors["q"].node for s in found}) == len({s.call.tensors["q_weight"].node for s in found}) == 3

@@ -8,18 +8,23 @@ from exactness import sites_of
 from spellings import NORMS, ROTATIONS, Attention, D, halves, inputs, opposite
 
 
-@pytest.mark.parametrize("norm_last", (False, True), ids=("norm_first", "norm_last"))
+@pytest.mark.parametrize("norm_last", [False, True], ids=("norm_first", "norm_last"))
 @pytest.mark.parametrize("rotate", ROTATIONS, ids=lambda f: f.__name__)
 def test_rotation(rotate, norm_last):
     (site,) = sites_of(Attention(rotate, norm_last=norm_last), *inputs())
     options = site.call.options
     assert site.fusion == "qk_norm_rope"
     assert (options["norm"], options["eps"], options["norm_first"]) == ("rms", 1e-6, not norm_last)
-    assert (options["pairing"], options["rotary_dim"], options["rotary_start"], options["conjugate"]) == ("halves", D, 0, False)
+    assert (options["pairing"], options["rotary_dim"], options["rotary_start"], options["conjugate"]) == (
+        "halves",
+        D,
+        0,
+        False,
+    )
     assert site.call.tensors["q_weight"].node is not site.call.tensors["k_weight"].node
 
 
-@pytest.mark.parametrize("norm_last", (False, True), ids=("norm_first", "norm_last"))
+@pytest.mark.parametrize("norm_last", [False, True], ids=("norm_first", "norm_last"))
 @pytest.mark.parametrize("name", NORMS)
 def test_norm(name, norm_last):
     (site,) = sites_of(Attention(norm=NORMS[name], norm_last=norm_last), *inputs())
@@ -51,7 +56,7 @@ def test_scale_after_the_rotation_stays_in_the_graph():
     assert len(site.outputs) == 2
 
 
-@pytest.mark.parametrize("grad", (True, False))
+@pytest.mark.parametrize("grad", [True, False])
 def test_bfloat16(grad):
     model = Attention(lambda q, c, s: halves(q, c.to(q.dtype), s.to(q.dtype))).bfloat16()
     x, cos, sin, inv = inputs()
