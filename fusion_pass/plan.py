@@ -133,6 +133,8 @@ def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Nod
         if operand
     }
     for node in (*(operand.node for operand in operands.values()), *(output.node for output in site.outputs)):
+        if node._erased:
+            raise Unplannable(f"{node.name!r}, which the call needs, became part of another fusion.")
         if not isinstance(fake(node), FakeTensor):
             raise Unplannable(f"The graph carries no shape information (no fake value) for {node.name!r}.")
     _check_single_reader(site)

@@ -3,8 +3,8 @@
 Matches     `F.scaled_dot_product_attention` in all argument forms, and what `softmax_attention.py` reads.
 Requires    q, k, v of rank 3 or 4; no dropout; masks that can be proved or passed on (`mask.py`); no write to what the
             call reads between its use in the model and the call.
-Becomes     `attention(q, k, v, ...)` on `[B, S, H, D]`: repeated key heads are folded into groups (`heads.py`), a transpose
-            of the result to `[B, S, H, D]` is part of the site.
+Becomes     `attention(q, k, v, ...)` on `[B, S, H, D]`: repeated key heads are folded into groups (`heads.py`), and
+            a transpose of the result to `[B, S, H, D]` is part of the site.
 """
 
 from __future__ import annotations

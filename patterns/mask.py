@@ -306,7 +306,8 @@ class _Proof:
     def _operand(self, node: fx.Node, hidden: bool) -> Operand:
         """`node` as the operator's `mask`, which has an axis for heads and is True where a key is seen."""
         tensor = cast(torch.Tensor, fake_tensor(node))
-        if tensor.requires_grad:
+        result = fake_tensor(self.anchor)
+        if tensor.requires_grad and (result is None or result.requires_grad):
             raise MaskRefused(
                 f"The bias {node.name!r} requires a gradient, and the attention operator has none for it."
             )
