@@ -1,4 +1,4 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, for the duration of a test here and not of the others."""
+"""Kernel tests: without a GPU, Triton kernels run in the interpreter; buffers are poisoned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def interpret_triton_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`triton.jit` reads the variable when a kernel's module is imported: tests here import those modules inside the test."""
+    """`triton.jit` reads the variable when a kernel's module is imported: tests import those inside the test."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 

@@ -15,7 +15,7 @@ from fusion_pass.zoo.oracle import float64_call
 pytest.importorskip("transformers")
 
 FACTOR, SLACK = 1.5, 8.0
-"""Accepted: `|ours - oracle| <= FACTOR |eager - oracle| + SLACK eps |oracle|` in the 2-norm; both round the same value."""
+"""Accepted: `|ours - oracle| <= FACTOR |eager - oracle| + SLACK eps |oracle|` in the 2-norm: both round one value."""
 
 
 class Compiled:
