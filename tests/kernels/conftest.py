@@ -1,4 +1,4 @@
-"""Kernel tests: without a GPU, Triton kernels run in the interpreter; buffers are poisoned."""
+"""Without a GPU the Triton kernels run in Triton's interpreter, for the duration of a test of this folder."""
 
 from __future__ import annotations
 
