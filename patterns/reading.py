@@ -245,7 +245,7 @@ def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Readin
     if by_row is not None:
         cos, sin = by_row.cos, by_row.sin
     study = root.study(source, lambda x: x)
-    region = between(study, end)
+    region = _with_checks(between(study, end), end)
     shape = sizes(fake_tensor(rotation.end))  # type: ignore[arg-type]
     heads: Size = 1 if roles.heads is None else shape[roles.heads]
     scope = _scope(norm or after, heads, rotation.head_dim)
@@ -279,6 +279,12 @@ def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Readin
         mrope_layout="none" if by_row is None else by_row.layout,
         mrope_section=() if by_row is None else by_row.section,
     )
+
+
+def _with_checks(region: frozenset[fx.Node], end: fx.Node) -> frozenset[fx.Node]:
+    """`region` and what export added to check the dtypes of its nodes, which goes with them."""
+    readers = {user for node in region - {end} for user in node.users}
+    return region | {user for user in readers if operation(user) == "_assert_tensor_metadata"}
 
 
 def _check_not_written_back(effects: Effects, rotation: Rotation) -> None:
@@ -386,15 +392,22 @@ def _norm_after(root: Evaluator, rotation: Rotation) -> Norm | None:
     tensor = fake_tensor(rotation.end)
     assert tensor is not None
     total = product(sizes(tensor))
+    refused: Refused | None = None
     for end in sorted(reach, key=root.effects.order.__getitem__, reverse=True):
         candidate = fake_tensor(end)
         if candidate is None or not candidate.is_floating_point() or product(sizes(candidate)) != total:
             continue
         if candidate.dim() != tensor.dim() or sizes(candidate)[-1] != rotation.head_dim:
             continue
-        norm = _norm(root, rotation.end, end)
+        try:
+            norm = _norm(root, rotation.end, end)
+        except Refused as reason:
+            refused = reason  # perhaps a later factor is no weight; the norm itself may end earlier
+            continue
         if norm is not None:
             return norm
+    if refused is not None:
+        raise refused
     return None
 
 

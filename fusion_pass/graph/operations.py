@@ -520,10 +520,17 @@ def _norm(
     return lanes.reduce(x, axes_of(x, dim), keepdim, lambda a, axes: np.sqrt((a * a).sum(axis=axes, keepdims=True)))
 
 
+def _short(length: Size) -> None:
+    """A sum over more than the lanes of a small rotation matrix is a projection, whose result is a source."""
+    if not isinstance(length, int) or length > 4:
+        raise Opaque("a projection")
+
+
 @handler("matmul")
 def _matmul(context: Context, node: fx.Node, x: Value, other: Value) -> Value:
     if x.rank < 2 or other.rank < 2:
         raise Opaque("matrix times vector")
+    _short(x.shape[-1])
     left, right = lanes.add_axis(x, x.rank), lanes.add_axis(other, other.rank - 2)
     terms = elementwise(np.multiply, left, right)
     return lanes.reduce(terms, [terms.rank - 2], False, lambda a, axes: a.sum(axis=axes, keepdims=True))
@@ -553,6 +560,8 @@ def _einsum(context: Context, node: fx.Node, equation: str, *operands: Any) -> V
         aligned.append(value)
     terms = elementwise(lambda *arrays: np.prod(np.broadcast_arrays(*arrays), axis=0), *aligned)
     summed = range(len(result), len(letters))
+    for axis in summed:
+        _short(terms.shape[axis])
     return lanes.reduce(terms, summed, False, lambda a, axes: a.sum(axis=axes, keepdims=True)) if summed else terms
 
 

@@ -138,3 +138,14 @@ def test_layers_repeat(name):
     assert len(found) == 3
     assert len({s.layer for s in found}) == 3
     assert len({s.call.tensors["q"].node for s in found}) == len({s.call.tensors["q_weight"].node for s in found}) == 3
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "olmo2", "llama4", "qwen3_vl"])
+@pytest.mark.parametrize("decomposed", [False, True], ids=("exported", "decomposed"))
+def test_aten_graphs(name, decomposed):
+    """The same sites in the graphs of `torch.export`, before and after decomposition to core ATen."""
+    model, inputs = zoo.build(name)
+    program = torch.export.export(model, (), inputs, strict=False)
+    found, refusals = find(program.run_decompositions().graph_module if decomposed else program.graph_module)
+    assert not refusals
+    assert [(s.fusion, summary(s)) for s in found] == [("qk_norm_rope", PLAIN[name])]
