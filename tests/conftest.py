@@ -1,5 +1,30 @@
 """For every test: one thread a process, because the tensors are tiny and `make test` runs two processes."""
 
+import importlib.metadata
+import importlib.util
+import os
+
 import torch
 
 torch.set_num_threads(1)
+
+
+def import_triton_for_its_interpreter() -> None:
+    """Triton decides when it is imported whether its own library can be interpreted, and Dynamo imports it too early.
+
+    Triton-Ascend, a package named triton from another distribution, is left to the tests that compile with it.
+    """
+    try:
+        importlib.metadata.distribution("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        importlib.import_module("triton.language")
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+import_triton_for_its_interpreter()
