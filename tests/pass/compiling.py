@@ -47,14 +47,14 @@ def backend(**settings: Any) -> fusion_pass.FusionBackend:
     return fusion_pass.FusionBackend(fusion_pass.FusionConfig(**settings), inner=eager)
 
 
-def capture(function: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> fx.GraphModule:
-    """The Dynamo graph of `function(*args)`."""
+def capture(function: Callable[..., Any], *args: Any, dynamic: bool | None = None, **kwargs: Any) -> fx.GraphModule:
+    """The Dynamo graph of `function(*args, **kwargs)`."""
     graphs: list[fx.GraphModule] = []
 
     def keep(module: fx.GraphModule, example_inputs: Any) -> Any:
         graphs.append(module)
         return module.forward
 
-    torch.compile(function, backend=keep, fullgraph=True, dynamic=dynamic)(*args)
+    torch.compile(function, backend=keep, fullgraph=True, dynamic=dynamic)(*args, **kwargs)
     (graph,) = graphs
     return graph

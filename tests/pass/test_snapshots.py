@@ -1,0 +1,469 @@
+"""What the pass does to one attention layer of real models: the statements it takes out, and those it puts in.
+
+Each snapshot is cut out of the graph of a whole model:
+
+    -   a statement that goes away
+    +   a statement that is put in
+        a statement that stays: what the site is computed from, up to the projections and to the cosine and the sine,
+        and who reads its results (before, and again after)
+
+A name means the same value before and after. A value that is read once, by a statement of the same sort, is written
+where it is read, so a snapshot has fewer lines than the graph has nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import textwrap
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from compiling import capture
+from expecttest import assert_expected_inline
+from torch import fx
+
+from fusion_pass import FusionConfig, pipeline, zoo
+from fusion_pass.graph.vocabulary import layer_of, written_arguments
+
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+
+NORM_AND_ROTATION = ("qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope")
+
+WIDTH, NESTED = 106, 70
+"""Characters of a line, and of a value that is written in the place where it is read."""
+
+_INFIX = {
+    operator.add: "+",
+    operator.iadd: "+=",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.imul: "*=",
+    operator.truediv: "/",
+    operator.pow: "**",
+    operator.and_: "&",
+    operator.le: "<=",
+    operator.gt: ">",
+}
+
+_SOURCES = frozenset({"linear", "cos", "sin", "polar", "embedding", "layer_norm"})
+"""Further up than these is the rest of the model."""
+
+
+def change_of(name: str, layer: str, fusions: tuple[str, ...] = NORM_AND_ROTATION) -> str:
+    """The change that the pass makes to `layer` of the zoo's model `name`, as text."""
+    model, inputs = zoo.build(name)
+    module = capture(model, **inputs)
+    before = fx.Graph()
+    before.graph_copy(module.graph, {})
+    for copied, original in zip(before.nodes, module.graph.nodes, strict=False):
+        assert copied.name == original.name
+    # The reference kernels, whatever else could run here: the text is then the same on every machine.
+    config = FusionConfig(allow_reference=True, kernels=("reference",), fusions=fusions)
+    sites = pipeline.fuse(module, config).sites
+    fused = [site.fusion for site in sites if site.layer == layer and not site.reason]
+    assert fused, f"nothing fused in {layer!r}: {[(site.layer, site.fusion, site.reason) for site in sites]}"
+    gone, new = _only_in(before, module.graph, layer), _only_in(module.graph, before, layer)
+    after = _statements(sorted({*new, *_readers(new)}), {*new}, "+", named=())
+    named = set(re.findall(r"\w+", " ".join(after)))
+    return "\n".join([*_statements(sorted({*_origin(gone), *_readers(gone)}), {*gone}, "-", named), "", *after])
+
+
+def _only_in(graph: fx.Graph, other: fx.Graph, layer: str) -> list[fx.Node]:
+    names = {node.name for node in other.nodes}
+    return [node for node in graph.nodes if node.name not in names and f"{layer_of(node)}.".startswith(f"{layer}.")]
+
+
+def _origin(nodes: list[fx.Node]) -> set[fx.Node]:
+    """`nodes` and what they are computed from, with the writes to memory on the way."""
+    found, queue, last = set(nodes), list(nodes), max(nodes)
+    while queue:
+        node = queue.pop()
+        parents = [] if _operator(node) in _SOURCES else node.all_input_nodes
+        writers = [user for user in node.users if user < last and node in written_arguments(user)]
+        more = {other for other in (*parents, *writers) if other.op != "placeholder"} - found
+        found |= more
+        queue += more
+    return found
+
+
+def _readers(nodes: list[fx.Node]) -> set[fx.Node]:
+    return {user for node in nodes for user in node.users} - set(nodes)
+
+
+def _operator(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
+
+
+def _statements(nodes: list[fx.Node], marked: set[fx.Node], mark: str, named: Collection[str]) -> list[str]:
+    """One statement a line. A value keeps a line of its own when its name is among `named`."""
+    texts: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    writers = [node for node in nodes if written_arguments(node)]
+    for node in nodes:
+        expression = _expression(node, texts)
+        if _is_nested(node, nodes, marked, writers) and node.name not in named and len(expression) <= NESTED:
+            texts[node] = expression
+            continue
+        texts[node] = node.name
+        sign = mark if node in marked else " "
+        lines += _wrapped(f"{node.name} = {expression}", sign)
+    return lines
+
+
+def _wrapped(statement: str, sign: str) -> list[str]:
+    """`statement` on lines of at most `WIDTH`, broken at the arguments of the outermost call only."""
+    depth, glued = 0, ""
+    for character in statement:
+        depth += (character in "([") - (character in ")]")
+        glued += "~" if character == " " and depth > 1 else character
+    lines = textwrap.wrap(
+        glued,
+        WIDTH,
+        initial_indent=f"{sign} ",
+        subsequent_indent=f"{sign}     ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("~", " ") for line in lines]
+
+
+def _is_nested(node: fx.Node, nodes: list[fx.Node], marked: set[fx.Node], writers: list[fx.Node]) -> bool:
+    """Whether one statement of the same kind reads `node` once, and no memory is written in between."""
+    if len(node.users) != 1 or _operator(node) in _SOURCES or node in writers:
+        return False
+    (reader,) = node.users
+    return (
+        reader in nodes
+        and (reader in marked) == (node in marked)
+        and (*reader.args, *reader.kwargs.values()).count(node) <= 1
+        and not any(node < writer <= reader for writer in writers)
+    )
+
+
+def _expression(node: fx.Node, texts: dict[fx.Node, str]) -> str:
+    def text(value: Any, *, operand: bool = False) -> str:
+        if isinstance(value, fx.Node):
+            written = texts.get(value, _short(value))
+            infix = value.target in _INFIX or value.target is operator.neg
+            return f"({written})" if operand and infix and written != value.name else written
+        if isinstance(value, tuple | list):
+            return f"({', '.join(map(text, value))}{',' if len(value) == 1 else ''})"
+        if isinstance(value, slice):
+            bounds = (value.start, value.stop) if value.step is None else (value.start, value.stop, value.step)
+            return ":".join("" if bound is None else text(bound) for bound in bounds)
+        return "..." if value is Ellipsis else repr(value)
+
+    if node.target is operator.getitem:
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return f"{text(node.args[0], operand=True)}[{', '.join(map(text, index))}]"
+    if node.target is operator.neg:
+        return f"-{text(node.args[0], operand=True)}"
+    if node.target in _INFIX:
+        left, right = (text(value, operand=True) for value in node.args)
+        return f"{left} {_INFIX[node.target]} {right}"
+    arguments = [text(value) for value in node.args] + [f"{name}={text(value)}" for name, value in node.kwargs.items()]
+    if node.op == "call_method":
+        return f"{text(node.args[0], operand=True)}.{node.target}({', '.join(arguments[1:])})"
+    return f"{_operator(node)}({', '.join(arguments)})"
+
+
+def _short(node: fx.Node) -> str:
+    """`..._modules_self_attn_modules_q_norm_parameters_weight_` is `q_norm.weight`."""
+    if node.op != "placeholder":
+        return node.name
+    return ".".join(re.split(r"_(?:modules|parameters|buffers)_", node.name.rstrip("_"))[-2:])
+
+
+def test_qwen3() -> None:
+    assert_expected_inline(
+        change_of("qwen3", "model.layers.0.self_attn"),
+        """\
+  cos = emb.cos()
+  sin = emb.sin()
+  linear = linear(hidden_states_2, q_proj.weight, None)
+  view = linear.view((2, 24, -1, 16))
+- hidden_states_3 = view.to(torch.float32)
+- hidden_states_4 = hidden_states_3 * rsqrt(hidden_states_3.pow(2).mean(-1, keepdim=True) + 1e-06)
+- query_states = (q_norm.weight * hidden_states_4.to(torch.float32)).transpose(1, 2)
+  linear_1 = linear(hidden_states_2, k_proj.weight, None)
+  view_1 = linear_1.view((2, 24, -1, 16))
+- hidden_states_5 = view_1.to(torch.float32)
+- hidden_states_6 = hidden_states_5 * rsqrt(hidden_states_5.pow(2).mean(-1, keepdim=True) + 1e-06)
+- key_states = (k_norm.weight * hidden_states_6.to(torch.float32)).transpose(1, 2)
+  cos_3 = (cos * 1.0).to(dtype=torch.float32).unsqueeze(1)
+  sin_3 = (sin * 1.0).to(dtype=torch.float32).unsqueeze(1)
+- q_embed = (query_states * cos_3) + (cat((-query_states[..., 8:], query_states[..., :8]), dim=-1) *
+-     sin_3)
+- k_embed = (key_states * cos_3) + (cat((-key_states[..., 8:], key_states[..., :8]), dim=-1) * sin_3)
+  getitem_14 = k_embed[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask, dropout_p=0.0,
+      scale=0.25, is_causal=False)
+
++ qk_norm_rope_default = qk_norm_rope.default(q=view, k=view_1,
++     cos=cos_3.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0),
++     sin=sin_3.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0), q_weight=q_norm.weight,
++     k_weight=k_norm.weight, norm='rms', eps=1e-06, norm_scope='head', norm_first=True, rotary_dim=16,
++     rotary_start=0, pairing='halves', conjugate=False, mrope_layout='none', mrope_section=(),
++     out_order='bshd', out_dtype=torch.float32, backend='reference')
++ transpose_4 = qk_norm_rope_default[0].transpose(1, 2)
++ transpose_5 = qk_norm_rope_default[1].transpose(1, 2)
+  getitem_14 = transpose_5[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(transpose_4, key, value, attn_mask=attention_mask,
+      dropout_p=0.0, scale=0.25, is_causal=False)""",
+    )
+
+
+def test_qwen3_with_attention() -> None:
+    assert_expected_inline(
+        change_of("qwen3", "model.layers.0.self_attn", (*NORM_AND_ROTATION, "attention")),
+        """\
+  position_ids_1 = (arange(24, device=device(type='cpu')) + 0).unsqueeze(0)
+  position_ids_2 = position_ids_1.expand(2, -1)
+  packed_sequence_mask = ne(diff(position_ids_2, prepend=position_ids_2[:, :1] - 1, dim=-1), 1).cumsum(-1)
+  expand_1 = position_ids_1.expand(2, -1)
+  batch_indices = arange(2, device=device(type='cpu'))[:, None, None, None]
+  q_indices = (arange(24, device=device(type='cpu')) + 0)[None, None, :, None]
+  kv_indices = (arange(24, device=device(type='cpu')) + 0)[None, None, None, :]
+  le = expand_1[batch_indices, kv_indices] <= expand_1[batch_indices, q_indices]
+  eq = eq(packed_sequence_mask[batch_indices, q_indices], packed_sequence_mask[batch_indices, kv_indices])
+  result_2 = (q_indices.new_ones((), dtype=torch.bool) & le.to(device(type='cpu'))) &
+      eq.to(device(type='cpu'))
+  attention_mask = result_2.expand(2, -1, 24, 24)
+  cos = emb.cos()
+  sin = emb.sin()
+  linear = linear(hidden_states_2, q_proj.weight, None)
+  view = linear.view((2, 24, -1, 16))
+- hidden_states_3 = view.to(torch.float32)
+- hidden_states_4 = hidden_states_3 * rsqrt(hidden_states_3.pow(2).mean(-1, keepdim=True) + 1e-06)
+- query_states = (q_norm.weight * hidden_states_4.to(torch.float32)).transpose(1, 2)
+  linear_1 = linear(hidden_states_2, k_proj.weight, None)
+  view_1 = linear_1.view((2, 24, -1, 16))
+- hidden_states_5 = view_1.to(torch.float32)
+- hidden_states_6 = hidden_states_5 * rsqrt(hidden_states_5.pow(2).mean(-1, keepdim=True) + 1e-06)
+- key_states = (k_norm.weight * hidden_states_6.to(torch.float32)).transpose(1, 2)
+  linear_2 = linear(hidden_states_2, v_proj.weight, None)
+  value_states = linear_2.view((2, 24, -1, 16)).transpose(1, 2)
+  cos_3 = (cos * 1.0).to(dtype=torch.float32).unsqueeze(1)
+  sin_3 = (sin * 1.0).to(dtype=torch.float32).unsqueeze(1)
+- q_embed = (query_states * cos_3) + (cat((-query_states[..., 8:], query_states[..., :8]), dim=-1) *
+-     sin_3)
+- k_embed = (key_states * cos_3) + (cat((-key_states[..., 8:], key_states[..., :8]), dim=-1) * sin_3)
+- key = k_embed[:, :, None, :, :].expand(2, 2, 2, 24, 16).reshape(2, 4, 24, 16)
+- value = value_states[:, :, None, :, :].expand(2, 2, 2, 24, 16).reshape(2, 4, 24, 16)
+- attn_output = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask, dropout_p=0.0,
+-     scale=0.25, is_causal=False)
+- attn_output_2 = attn_output.reshape(2, -1, 24, 16).transpose(1, 2).contiguous()
+  reshape_3 = attn_output_2.reshape(2, 24, -1)
+
++ qk_norm_rope_default = qk_norm_rope.default(q=view, k=view_1,
++     cos=cos_3.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0),
++     sin=sin_3.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0), q_weight=q_norm.weight,
++     k_weight=k_norm.weight, norm='rms', eps=1e-06, norm_scope='head', norm_first=True, rotary_dim=16,
++     rotary_start=0, pairing='halves', conjugate=False, mrope_layout='none', mrope_section=(),
++     out_order='bshd', out_dtype=torch.float32, backend='reference')
++ attention_default = attention.default(q=qk_norm_rope_default[0].transpose(1, 2).transpose(1, 2),
++     k=qk_norm_rope_default[1].transpose(1, 2).transpose(1, 2), v=value_states.transpose(1, 2),
++     scale=0.25, causal='top_left', window_left=-1, window_right=-1, softcap=0.0, out_order='bshd',
++     backend='reference')
++ getitem_19 = attention_default[0]
+  reshape_3 = getitem_19.reshape(2, 24, -1)""",
+    )
+
+
+def test_qwen3_vl() -> None:
+    assert_expected_inline(
+        change_of("qwen3_vl", "layers.0.self_attn"),
+        """\
+  cos = freqs.cos()
+  cos_1 = cos * 1.0
+  sin = freqs.sin()
+  sin_1 = sin * 1.0
+  freqs_thw = sin_1[0]
+  getitem_2 = sin_1[1, ..., 1:6:3]
+  setitem = setitem(freqs_thw, (..., 1:6:3), getitem_2)
+  getitem_3 = sin_1[2, ..., 2:6:3]
+  setitem_1 = setitem(freqs_thw, (..., 2:6:3), getitem_3)
+  sin_2 = cat((freqs_thw, freqs_thw), dim=-1)
+  freqs_thw_1 = cos_1[0]
+  getitem_5 = cos_1[1, ..., 1:6:3]
+  setitem_2 = setitem(freqs_thw_1, (..., 1:6:3), getitem_5)
+  getitem_6 = cos_1[2, ..., 2:6:3]
+  setitem_3 = setitem(freqs_thw_1, (..., 2:6:3), getitem_6)
+  linear = linear(hidden_states_2, q_proj.weight, None)
+  view = linear.view((2, 24, -1, 16))
+- hidden_states_3 = view.to(torch.float32)
+- hidden_states_4 = hidden_states_3 * rsqrt(hidden_states_3.pow(2).mean(-1, keepdim=True) + 1e-06)
+- query_states = (q_norm.weight * hidden_states_4.to(torch.float32)).transpose(1, 2)
+  linear_1 = linear(hidden_states_2, k_proj.weight, None)
+  view_1 = linear_1.view((2, 24, -1, 16))
+- hidden_states_5 = view_1.to(torch.float32)
+- hidden_states_6 = hidden_states_5 * rsqrt(hidden_states_5.pow(2).mean(-1, keepdim=True) + 1e-06)
+- key_states = (k_norm.weight * hidden_states_6.to(torch.float32)).transpose(1, 2)
+  cos_4 = cat((freqs_thw_1, freqs_thw_1), dim=-1).to(dtype=torch.float32).unsqueeze(1)
+  sin_4 = sin_2.to(dtype=torch.float32).unsqueeze(1)
+- q_embed = (query_states * cos_4) + (cat((-query_states[..., 8:], query_states[..., :8]), dim=-1) *
+-     sin_4)
+- k_embed = (key_states * cos_4) + (cat((-key_states[..., 8:], key_states[..., :8]), dim=-1) * sin_4)
+  attn_output = scaled_dot_product_attention(q_embed, k_embed, value_states, attn_mask=None,
+      dropout_p=0.0, scale=0.25, is_causal=True, enable_gqa=True)
+
++ qk_norm_rope_default = qk_norm_rope.default(q=view, k=view_1, cos=cos_4.select(1, 0).narrow(2, 0, 8),
++     sin=sin_4.select(1, 0).narrow(2, 0, 8), q_weight=q_norm.weight, k_weight=k_norm.weight, norm='rms',
++     eps=1e-06, norm_scope='head', norm_first=True, rotary_dim=16, rotary_start=0, pairing='halves',
++     conjugate=False, mrope_layout='none', mrope_section=(), out_order='bshd', out_dtype=torch.float32,
++     backend='reference')
++ transpose_4 = qk_norm_rope_default[0].transpose(1, 2)
++ transpose_5 = qk_norm_rope_default[1].transpose(1, 2)
+  attn_output = scaled_dot_product_attention(transpose_4, transpose_5, value_states, attn_mask=None,
+      dropout_p=0.0, scale=0.25, is_causal=True, enable_gqa=True)""",
+    )
+
+
+def test_gemma3() -> None:
+    assert_expected_inline(
+        change_of("gemma3", "model.layers.0.self_attn"),
+        """\
+  cos = emb.cos()
+  sin = emb.sin()
+  linear = linear(hidden_states, q_proj.weight, None)
+  query_states = linear.view((2, 24, -1, 16)).transpose(1, 2)
+  linear_1 = linear(hidden_states, k_proj.weight, None)
+  key_states = linear_1.view((2, 24, -1, 16)).transpose(1, 2)
+- float_4 = query_states.float()
+- output_3 = (float_4 * rsqrt(float_4.pow(2).mean(-1, keepdim=True) + 1e-06)) * (1.0 +
+-     q_norm.weight.float())
+- query_states_1 = output_3.type_as(query_states)
+- float_6 = key_states.float()
+- output_5 = (float_6 * rsqrt(float_6.pow(2).mean(-1, keepdim=True) + 1e-06)) * (1.0 +
+-     k_norm.weight.float())
+- key_states_1 = output_5.type_as(key_states)
+  cos_3 = (cos * 1.0).to(dtype=torch.float32).unsqueeze(1)
+  sin_3 = (sin * 1.0).to(dtype=torch.float32).unsqueeze(1)
+- mul_11 = cat((-query_states_1[..., 8:], query_states_1[..., :8]), dim=-1) * sin_3
+- q_embed = (query_states_1 * cos_3) + mul_11
+- k_embed = (key_states_1 * cos_3) + (cat((-key_states_1[..., 8:], key_states_1[..., :8]), dim=-1) *
+-     sin_3)
+  getitem_23 = k_embed[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1,
+      dropout_p=0.0, scale=0.0625, is_causal=False)
+
++ qk_norm_rope_default = qk_norm_rope.default(q=query_states.transpose(1, 2),
++     k=key_states.transpose(1, 2), cos=cos_3.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0),
++     sin=sin_3.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0), q_weight=q_norm.weight,
++     k_weight=k_norm.weight, norm='rms_one_plus', eps=1e-06, norm_scope='head', norm_first=True,
++     rotary_dim=16, rotary_start=0, pairing='halves', conjugate=False, mrope_layout='none',
++     mrope_section=(), out_order='bshd', out_dtype=torch.float32, backend='reference')
++ transpose_6 = qk_norm_rope_default[0].transpose(1, 2)
++ transpose_7 = qk_norm_rope_default[1].transpose(1, 2)
+  getitem_23 = transpose_7[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(transpose_6, key, value, attn_mask=attention_mask_1,
+      dropout_p=0.0, scale=0.0625, is_causal=False)""",
+    )
+
+
+def test_olmo2() -> None:
+    assert_expected_inline(
+        change_of("olmo2", "model.layers.0.self_attn"),
+        """\
+  cos = emb.cos()
+  sin = emb.sin()
+  linear = linear(inputs_embeds, q_proj.weight, None)
+- hidden_states = linear.to(torch.float32)
+- hidden_states_1 = hidden_states * rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 1e-05)
+  linear_1 = linear(inputs_embeds, k_proj.weight, None)
+- hidden_states_2 = linear_1.to(torch.float32)
+- hidden_states_3 = hidden_states_2 * rsqrt(hidden_states_2.pow(2).mean(-1, keepdim=True) + 1e-05)
+- view = (q_norm.weight * hidden_states_1).to(torch.float32).view((2, 24, -1, 16))
+- query_states_1 = view.transpose(1, 2)
+- view_1 = (k_norm.weight * hidden_states_3).to(torch.float32).view((2, 24, -1, 16))
+- key_states_1 = view_1.transpose(1, 2)
+  cos_2 = (cos * 1.0).unsqueeze(1)
+  sin_2 = (sin * 1.0).unsqueeze(1)
+- mul_8 = cat((-query_states_1[..., 8:], query_states_1[..., :8]), dim=-1) * sin_2
+- k_embed = (key_states_1 * cos_2) + (cat((-key_states_1[..., 8:], key_states_1[..., :8]), dim=-1) *
+-     sin_2)
+- query_states_2 = ((query_states_1 * cos_2) + mul_8).to(torch.float32)
+- key_states_2 = k_embed.to(torch.float32)
+  getitem_14 = key_states_2[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(query_states_2, key, value, attn_mask=attention_mask,
+      dropout_p=0.0, scale=0.25, is_causal=False)
+
++ qk_norm_rope_default = qk_norm_rope.default(q=linear.unflatten(-1, (4, 16)),
++     k=linear_1.unflatten(-1, (2, 16)), cos=cos_2.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0),
++     sin=sin_2.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0), q_weight=q_norm.weight,
++     k_weight=k_norm.weight, norm='rms', eps=1e-05, norm_scope='hidden', norm_first=True, rotary_dim=16,
++     rotary_start=0, pairing='halves', conjugate=False, mrope_layout='none', mrope_section=(),
++     out_order='bshd', out_dtype=torch.float32, backend='reference')
++ transpose_4 = qk_norm_rope_default[0].transpose(1, 2)
++ transpose_5 = qk_norm_rope_default[1].transpose(1, 2)
+  getitem_14 = transpose_5[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(transpose_4, key, value, attn_mask=attention_mask,
+      dropout_p=0.0, scale=0.25, is_causal=False)""",
+    )
+
+
+def test_glm4() -> None:
+    assert_expected_inline(
+        change_of("glm4", "model.layers.0.self_attn"),
+        """\
+  cos = emb.cos()
+  sin = emb.sin()
+  linear = linear(hidden_states_2, q_proj.weight, q_proj.bias)
+  query_states = linear.view((2, 24, -1, 16)).transpose(1, 2)
+  linear_1 = linear(hidden_states_2, k_proj.weight, k_proj.bias)
+  key_states = linear_1.view((2, 24, -1, 16)).transpose(1, 2)
+  cos_4 = (cos * 1.0).to(dtype=torch.float32).unsqueeze(1)[..., :4].repeat_interleave(2, dim=-1)
+  sin_4 = (sin * 1.0).to(dtype=torch.float32).unsqueeze(1)[..., :4].repeat_interleave(2, dim=-1)
+- q_rot = query_states[..., :8]
+- k_rot = key_states[..., :8]
+- mul_6 = stack((-q_rot[..., 1::2], q_rot[..., 0::2]), dim=-1).flatten(-2) * sin_4
+- mul_8 = stack((-k_rot[..., 1::2], k_rot[..., 0::2]), dim=-1).flatten(-2) * sin_4
+- q_embed_1 = cat(((q_rot * cos_4) + mul_6, query_states[..., 8:]), dim=-1)
+- k_embed_1 = cat(((k_rot * cos_4) + mul_8, key_states[..., 8:]), dim=-1)
+  getitem_20 = k_embed_1[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(q_embed_1, key, value, attn_mask=attention_mask,
+      dropout_p=0.0, scale=0.25, is_causal=False)
+
++ unsqueeze_3 = cos_4.select(0, 0).select(0, 0).unflatten(1, (4, 2)).select(2, 0).unsqueeze(0)
++ unsqueeze_4 = sin_4.select(0, 0).select(0, 0).unflatten(1, (4, 2)).select(2, 0).unsqueeze(0)
++ qk_norm_rope_default = qk_norm_rope.default(q=query_states.transpose(1, 2),
++     k=key_states.transpose(1, 2), cos=unsqueeze_3, sin=unsqueeze_4, norm='none', rotary_dim=8,
++     rotary_start=0, pairing='adjacent', conjugate=False, mrope_layout='none', mrope_section=(),
++     out_order='bhsd', out_dtype=torch.float32, backend='reference')
++ transpose_6 = qk_norm_rope_default[0].transpose(1, 2)
++ transpose_7 = qk_norm_rope_default[1].transpose(1, 2)
+  getitem_20 = transpose_7[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(transpose_6, key, value, attn_mask=attention_mask,
+      dropout_p=0.0, scale=0.25, is_causal=False)""",
+    )
+
+
+def test_llama4() -> None:
+    assert_expected_inline(
+        change_of("llama4", "model.layers.0.self_attn"),
+        """""",
+    )
+
+
+def test_deepseek_v3() -> None:
+    assert_expected_inline(
+        change_of("deepseek_v3", "model.layers.0.self_attn"),
+        """""",
+    )
+
+
+def test_flux() -> None:
+    assert_expected_inline(
+        change_of("flux", "transformer_blocks.0.attn"),
+        """""",
+    )
+
+
+def test_qwen3_fused_qkv() -> None:
+    assert_expected_inline(
+        change_of("qwen3_fused_qkv", "layers.0"),
+        """""",
+    )
