@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -202,7 +203,8 @@ def layer_of(node: fx.Node) -> str:
 
 
 def _clean(path: str) -> str:
-    for prefix in ("L['self'].", "L__self___", "L['fn'].", "L['args'][0]."):
-        path = path.removeprefix(prefix)
-    path = path.replace("._modules['", ".").replace("']", "").replace("slice(None, None, None)", "")
-    return path.removeprefix("_modules['").strip(".")
+    """`L['self'].__dict__['_modules']['blocks'].0.attn` is `blocks.0.attn`; `L['model'].attn` is `model.attn`."""
+    path = re.sub(r"^(?:L\['self'\]|L__self___|L\['fn'\]|L\['args'\]\[0\])", "", path)
+    path = path.replace(".__dict__['_modules']", "").replace("._modules", "").replace("[slice(None, None, None)]", "")
+    path = re.sub(r"^[LG](?=\[)", "", path)
+    return re.sub(r"\['?(.*?)'?\]", r".\1", path).strip(".")
