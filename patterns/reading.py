@@ -25,6 +25,7 @@ from .norms import norm_between
 from .rotary import equal, rotation_between
 
 _SUMS = frozenset("add sub addcmul cat stack view_as_real sum einsum".split())
+_PRODUCTS = frozenset("mul addcmul einsum matmul".split())
 _ALLOCATIONS = frozenset("empty empty_like new_empty zeros zeros_like new_zeros clone".split())
 _REDUCTIONS = frozenset("mean rms_norm layer_norm norm vector_norm var var_mean normalize l2_norm rsqrt".split())
 
@@ -105,12 +106,14 @@ def roots(graph: fx.Graph, effects: Effects) -> Iterator[fx.Node]:
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
-        tensor = fake_tensor(node)
-        name = operation(node)
-        if (
-            name in _SUMS and tensor is not None and tensor.dim() >= 3 and tensor.is_floating_point() and _mixes(node)
-        ) or (written_arguments(node) and _ends_filling(node, effects)):
+        if (operation(node) in _SUMS and _is_features(fake_tensor(node)) and _mixes(node)) or (
+            written_arguments(node) and _ends_filling(node, effects)
+        ):
             yield node
+
+
+def _is_features(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.dim() >= 3 and tensor.is_floating_point()
 
 
 def _mixes(node: fx.Node) -> bool:
@@ -119,8 +122,7 @@ def _mixes(node: fx.Node) -> bool:
     while queue:
         current, depth = queue.pop()
         name = operation(current)
-        tensors = [n for n in current.all_input_nodes if fake_tensor(n) is not None]
-        if name in ("mul", "addcmul", "einsum", "matmul") and len(tensors) > 1:
+        if name in _PRODUCTS and sum(fake_tensor(n) is not None for n in current.all_input_nodes) > 1:
             return True
         if depth < 5 and (current is node or modelled(current)):
             fresh = [n for n in current.all_input_nodes if n not in seen]

@@ -7,6 +7,7 @@ alike.
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import cached_property
 
 from torch import fx
 
@@ -18,38 +19,44 @@ class Effects:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.order: dict[fx.Node, int] = {}
-        self.origin: dict[int, fx.Node] = {}
-        """Storage -> the first node that has it: the allocation, of which all others are views."""
+        self._storage: dict[fx.Node, int | None] = {}
         self._writes: dict[int, list[fx.Node]] = {}
         self._writes_at: dict[int, list[int]] = {}
         for position, node in enumerate(graph.nodes):
             self.order[node] = position
-            key = self.storage(node)
-            if key is not None:
-                self.origin.setdefault(key, node)
             for target in written_arguments(node):
                 key = self.storage(target)
                 if key is not None and (not self._writes.get(key) or self._writes[key][-1] is not node):
                     self._writes.setdefault(key, []).append(node)
                     self._writes_at.setdefault(key, []).append(position)
 
+    @cached_property
+    def origin(self) -> dict[int, fx.Node]:
+        """Storage -> the first node that has it: the allocation, of which all others are views."""
+        origin: dict[int, fx.Node] = {}
+        for node in self.order:
+            key = self.storage(node)
+            if key is not None:
+                origin.setdefault(key, node)
+        return origin
+
     def storage(self, node: fx.Node) -> int | None:
         """Identity of the memory behind `node`; None for nodes that hold no tensor."""
-        tensor = fake_tensor(node)
-        if tensor is None:
-            return None
-        try:
-            return int(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            return id(tensor)
+        if node not in self._storage:
+            self._storage[node] = _memory(node)
+        return self._storage[node]
 
     def writes(self, node: fx.Node) -> list[fx.Node]:
         """Every node that writes the memory behind `node`, in order."""
+        if not self._writes:
+            return []
         key = self.storage(node)
         return [] if key is None else self._writes.get(key, [])
 
     def last_write(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
         """The write that `before` sees when it reads `node`; None if none came after `node` itself."""
+        if not self._writes:
+            return None
         key = self.storage(node)
         if key is None or key not in self._writes:
             return None
@@ -60,3 +67,13 @@ class Effects:
     def written_between(self, node: fx.Node, first: fx.Node, last: fx.Node) -> list[fx.Node]:
         """Writes to the memory behind `node` after `first`, up to and including `last`."""
         return [w for w in self.writes(node) if self.order[first] < self.order[w] <= self.order[last]]
+
+
+def _memory(node: fx.Node) -> int | None:
+    tensor = fake_tensor(node)
+    if tensor is None:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)

@@ -17,13 +17,16 @@ from torch import fx
 
 from .effects import Effects
 from .region import downstream, modelled
-from .vocabulary import fake, size
+from .vocabulary import fake, size, sizes
 
 T = TypeVar("T")
 
 Mapping = dict[fx.Node, fx.Node]
+Facts = dict[fx.Node, object]
 
 _READERS = 40
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+"""Types of most literals, which need no look inside."""
 
 
 class Repeats(Generic[T]):
@@ -31,12 +34,13 @@ class Repeats(Generic[T]):
 
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
+        self._facts: Facts = {}
         self._known: dict[object, list[tuple[fx.Node, T]]] = {}
 
     def lookup(self, root: fx.Node) -> tuple[T, Mapping] | None:
         """The verdict on a place that is built like the one at `root`, and the counterpart of each of its nodes."""
         for earlier, verdict in self._known.get(self._kind(root), ()):
-            mapping = counterparts(self._effects, earlier, root)
+            mapping = counterparts(self._effects, self._facts, earlier, root)
             if mapping is not None:
                 return verdict, mapping
         return None
@@ -50,9 +54,14 @@ class Repeats(Generic[T]):
         return root.target, len(root.all_input_nodes), len(root.users)
 
 
-def counterparts(effects: Effects, old: fx.Node, new: fx.Node) -> Mapping | None:
-    """For each node that matters to the place at `old`, the one in its stead at `new`; None if the places differ."""
-    comparison = _Comparison(effects)
+def counterparts(effects: Effects, known: Facts, old: fx.Node, new: fx.Node) -> Mapping | None:
+    """For each node that matters to the place at `old`, the one in its stead at `new`; None if the places differ.
+
+    `known` holds the facts of nodes compared before, of the same graph.
+    """
+    comparison = _Comparison(effects, known)
+    if not comparison.pair(old, new):  # what tells most places apart, before anything else is looked at
+        return None
     readers = [_readers(effects, root) for root in (old, new)]
     if len(readers[0]) != len(readers[1]):
         return None
@@ -79,8 +88,9 @@ def _readers(effects: Effects, root: fx.Node) -> list[fx.Node]:
 
 
 class _Comparison:
-    def __init__(self, effects: Effects) -> None:
+    def __init__(self, effects: Effects, known: Facts) -> None:
         self.effects = effects
+        self.known = known
         self.forward: Mapping = {}
         self.backward: Mapping = {}
         self.queue: list[tuple[fx.Node, fx.Node]] = []
@@ -95,7 +105,7 @@ class _Comparison:
             if (
                 a.op != b.op
                 or (a.op in ("call_function", "call_method") and a.target != b.target)
-                or not same_fake(fake(a), fake(b))
+                or self.facts(a) != self.facts(b)
             ):
                 return False
             self.queue.append((a, b))
@@ -111,13 +121,20 @@ class _Comparison:
         x, y = self.effects.storage(a), self.effects.storage(b)
         return x is not None and y is not None and self.pair(self.effects.origin[x], self.effects.origin[y])
 
+    def facts(self, node: fx.Node) -> object:
+        """`facts` of what `node` computes."""
+        if node not in self.known:
+            self.known[node] = facts(fake(node))
+        return self.known[node]
+
     def run(self) -> bool:
         """Follow the arguments of every pair."""
         while self.queue:
             a, b = self.queue.pop()
-            if modelled(a) != modelled(b):
+            known = modelled(a)
+            if known != modelled(b):
                 return False
-            if modelled(a) and not (self.same(a.args, b.args) and self.same(a.kwargs, b.kwargs)):
+            if known and not (self.same(a.args, b.args) and self.same(a.kwargs, b.kwargs)):
                 return False
         return True
 
@@ -125,12 +142,10 @@ class _Comparison:
         """Whether two arguments are equal, nodes up to their counterparts."""
         if isinstance(a, fx.Node):
             return isinstance(b, fx.Node) and self.pair(a, b)
+        if type(a) in _PLAIN:
+            return type(a) is type(b) and bool(a == b)
         if isinstance(a, tuple | list):
-            return (
-                isinstance(b, tuple | list)
-                and len(a) == len(b)
-                and all(self.same(x, y) for x, y in zip(a, b, strict=True))
-            )
+            return isinstance(b, tuple | list) and len(a) == len(b) and all(map(self.same, a, b))
         if isinstance(a, dict):
             return isinstance(b, dict) and a.keys() == b.keys() and all(self.same(a[k], b[k]) for k in a)
         if isinstance(a, slice):
@@ -138,21 +153,16 @@ class _Comparison:
         return type(a) is type(b) and bool(a == b)
 
 
-def same_fake(a: Any, b: Any) -> bool:
-    """Whether two fake values agree in everything a reading can depend on."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (
-            a.dtype == b.dtype
-            and a.device == b.device
-            and _numbers(a.shape) == _numbers(b.shape)
-            and _numbers(a.stride()) == _numbers(b.stride())
-        )
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(same_fake(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, int | float | bool):
-        return type(a) is type(b) and a == b
-    return type(a) is type(b)
+def facts(value: Any) -> object:
+    """Everything of a fake value that a reading can depend on; two values for which it is equal are alike."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, value.dtype, value.device, sizes(value), _numbers(value.stride())
+    if isinstance(value, tuple | list):
+        return tuple, *map(facts, value)
+    if isinstance(value, int | float | bool):
+        return type(value), value
+    return (type(value),)
 
 
 def _numbers(values: Sequence[int | torch.SymInt]) -> tuple[object, ...]:
-    return tuple(v if type(v) is int else size(v) for v in values)
+    return tuple([v if type(v) is int else size(v) for v in values])

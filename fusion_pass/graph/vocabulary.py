@@ -94,11 +94,15 @@ _PURE_HIGHER_ORDER = frozenset(
 
 def operation(node: fx.Node) -> str:
     """Canonical name of what `node` does; for nodes that call nothing, their kind (`placeholder`, `get_attr`, ...)."""
-    if node.op == "call_method":
-        return _ALIASES.get(str(node.target), str(node.target))
-    if node.op == "call_function":
-        return _function_name(node.target)
-    return node.op
+    return _name(node.op, node.target)
+
+
+def _name(op: str, target: Any) -> str:
+    if op == "call_method":
+        return _ALIASES.get(str(target), str(target))
+    if op == "call_function":
+        return _function_name(target)
+    return op
 
 
 @lru_cache(maxsize=8192)
@@ -122,9 +126,13 @@ def _is_of_pytorch(target: Any) -> bool:
 
 def in_place(node: fx.Node) -> str | None:
     """For a node that writes its first argument by arithmetic (`add_`, `+=`): the canonical name of the arithmetic."""
-    if node.op == "call_function" and node.target in _IN_PLACE_OPERATORS:
-        return _IN_PLACE_OPERATORS[node.target]
-    name = operation(node)
+    return _arithmetic(node.op, node.target)
+
+
+def _arithmetic(op: str, target: Any) -> str | None:
+    if op == "call_function" and target in _IN_PLACE_OPERATORS:
+        return _IN_PLACE_OPERATORS[target]
+    name = _name(op, target)
     if name.endswith("_") and not name.endswith("__") and name != "copy_":
         return _ALIASES.get(name[:-1], name[:-1])
     return None
@@ -136,7 +144,10 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes)
     if node.op not in ("call_function", "call_method"):
         return []
-    out = node.kwargs.get("out")
+    kwargs = node.kwargs
+    if "out" not in kwargs and "inplace" not in kwargs and _writes_nothing(node.op, node.target):
+        return []
+    out = kwargs.get("out")
     written = (
         []
         if out is None
@@ -147,16 +158,29 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return written + _written_by_schema(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return [] if target._name in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
-    writes_first = (
-        operation(node) in ("setitem", "__setitem__", "copy_")
-        or in_place(node) is not None
-        or (node.op == "call_function" and target in _OTHER_IN_PLACE)
-        or node.kwargs.get("inplace") is True
-    )
-    if writes_first:
-        first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    if _writes_first(node.op, target) or kwargs.get("inplace") is True:
+        first = node.args[0] if node.args else kwargs.get("input", kwargs.get("self"))
         written += [first] if isinstance(first, fx.Node) else list(node.all_input_nodes)
     return written
+
+
+@lru_cache(maxsize=8192)
+def _writes_nothing(op: str, target: Any) -> bool:
+    """Whether no call of `target` without `out` and `inplace` writes to an argument, whatever the arguments are."""
+    if isinstance(target, torch._ops.OpOverload):
+        return not any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target._name in _PURE_HIGHER_ORDER
+    return not _writes_first(op, target)
+
+
+def _writes_first(op: str, target: Any) -> bool:
+    """Whether `target`, a function or the name of a method, is one that writes its first argument."""
+    return (
+        _name(op, target) in ("setitem", "__setitem__", "copy_")
+        or _arithmetic(op, target) is not None
+        or (op == "call_function" and target in _OTHER_IN_PLACE)
+    )
 
 
 def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:
@@ -190,7 +214,7 @@ def size(value: int | torch.SymInt) -> Size:
 
 def sizes(tensor: torch.Tensor) -> tuple[Size, ...]:
     """The shape of a fake tensor."""
-    return tuple(size(s) for s in tensor.shape)
+    return tuple([s if type(s) is int else size(s) for s in tensor.shape])
 
 
 def layer_of(node: fx.Node) -> str:
