@@ -303,14 +303,17 @@ def launch_cost() -> dict[str, float]:
     return {"inference": round(inference, 1), "training": round(host_time(lambda: fused(*arguments)), 1)}
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three shapes")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--only", nargs="+", help="names of shapes")
     parser.add_argument("--baselines", nargs="*", default=["eager", "inductor"])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     torch._functorch.config.donated_buffer = False  # the backward is run again and again on one graph
     chosen = arguments.only or (QUICK if arguments.quick else [shape.name for shape in SHAPES])
@@ -323,10 +326,13 @@ def main() -> None:
         if shape.name in chosen:
             for tokens in arguments.tokens:
                 rows += benchmark(shape, tokens, bandwidth, arguments.baselines)
-    path = write_results("norm_rope", rows, {"copy_gb_s": round(bandwidth / 1e3), "host_us": host}, arguments.out)
+                # After every shape: a run that is cut short keeps what it measured.
+                facts = {"copy_gb_s": round(bandwidth / 1e3), "host_us": host}
+                path = write_results("norm_rope", rows, facts, arguments.out)
     print(f"wrote {path}")
 
 
 if __name__ == "__main__":
+    given = parse()
     with side_stream():
-        main()
+        main(given)
