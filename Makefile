@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --quiet --no-input --disable-pip-version-check
 # Two workers help on two cores; `make test PYTEST="-n 0 -k mrope"` passes what you like.
 PYTEST ?= -n 2
 
-.PHONY: demo test test-gpu lint format wheel clean
+.PHONY: demo test test-exhaustive test-gpu lint format wheel clean
 .DEFAULT_GOAL := test
 
 # PyTorch's CUDA builds bring the triton that they need. Its CPU build brings none: then the one of the oldest supported
@@ -25,7 +25,10 @@ demo: $(READY)
 	$(BIN)/fusion-pass demo
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest -m "not exhaustive" $(PYTEST)
+
+test-exhaustive: $(READY)
+	$(BIN)/python -m pytest -m exhaustive
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

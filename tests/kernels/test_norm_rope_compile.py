@@ -37,7 +37,7 @@ def test_no_spills(arch: int) -> None:
     check(arch, "qwen3 packed")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_no_spills_in_any_instance(arch: int) -> None:
     check(arch)

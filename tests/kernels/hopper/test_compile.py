@@ -93,7 +93,7 @@ def test_representative_instance(name: str) -> None:
     assert_as_designed(used)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("pattern", ["forward-*", "backward-*"])
 def test_every_instance(pattern: str) -> None:
