@@ -49,14 +49,6 @@ def _triton_supports(request: Request) -> str | None:
     return None
 
 
-def _triton_gate(request: Request) -> str | None:
-    """Rows are read in 16-byte units since a wrong result was seen on an H100 (docs/attention.md); that change has run
-    in the interpreter only."""
-    if request.device.type == "cuda":
-        return "its present form has not been checked on hardware yet; name it (kernels=('triton',)) to use it."
-    return None
-
-
 def _sdpa_available() -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA GPU."
@@ -133,7 +125,6 @@ KERNELS = (
         load=lambda: importlib.import_module(f"{__package__}.triton.attention"),
         available=_triton_available,
         supports=_triton_supports,
-        gate=_triton_gate,
     ),
     Kernel(
         name="reference",
