@@ -173,16 +173,22 @@ def benchmark(name: str, batch: int, tokens: int, rounds: int, profiled: bool) -
     )
 
 
+def size(text: str) -> tuple[int, int]:
+    batch, tokens = text.split("x")
+    return int(batch), int(tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=size, default=TOKENS, help="batch x tokens, e.g. 2x8192")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     rows = []
-    for batch, tokens in TOKENS:
+    for batch, tokens in arguments.tokens:
         for name in arguments.models:
             rows.append(benchmark(name, batch, tokens, arguments.rounds, arguments.profile))
             path = write_results("training_step", rows, folder=arguments.out)
