@@ -125,7 +125,7 @@ def time_steps(steps: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str,
     return times
 
 
-def kernels_of(step: Callable[[], Tensor], most: int = 12) -> list[tuple[float, str]]:
+def kernels_of(step: Callable[[], Tensor], most: int = 30) -> list[tuple[float, str]]:
     """The kernels that take the most device time in one step: milliseconds and name."""
     from torch.profiler import ProfilerActivity, profile
 
