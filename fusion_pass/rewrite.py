@@ -4,14 +4,14 @@ only edits."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from torch import fx
 
 from fusion_pass.graph.site import Step
 from fusion_pass.graph.vocabulary import written_arguments
-from fusion_pass.plan import Moved, Planned
+from fusion_pass.plan import Planned
 
 _INHERITED_META = ("nn_module_stack", "source_fn_stack", "stack_trace", "fwd_nn_module_stack", "custom")
 """What a new node takes over from the site's anchor: where in the user's model it stands."""
@@ -19,52 +19,57 @@ _INHERITED_META = ("nn_module_stack", "source_fn_stack", "stack_trace", "fwd_nn_
 
 def apply(plan: Planned) -> dict[fx.Node, fx.Node]:
     """Put the planned call into its graph and take the site's nodes out. Returns which node replaces which."""
-    editor = _Editor(plan)
-    arguments: dict[str, Any] = {name: editor.moved(moved) for name, moved in plan.tensors.items()}
-    arguments.update({name: value for name, value in plan.options.items() if value is not None})
-    call = editor.function(plan.target, (), arguments, plan.value)
-    replaced = {}
+    graph = plan.site.anchor.graph
+    with graph.inserting_before(plan.after.next):
+        replaced = _insert(plan, _Editor(plan))
     for result in plan.results:
-        node = call
-        if isinstance(plan.value, tuple):
-            node = editor.function(operator.getitem, (call, result.index), {}, result.values[0])
-        node = editor.chain(node, result.steps, result.values)
-        node.meta[editor.key] = result.values[-1]
+        node = replaced[result.replaces]
         result.replaces.replace_all_uses_with(node, delete_user_cb=lambda user: user not in plan.site.region)
-        replaced[result.replaces] = node
     _erase_dead([*plan.site.region, *replaced])
     return replaced
 
 
+def _insert(plan: Planned, editor: _Editor) -> dict[fx.Node, fx.Node]:
+    tensors = {name: editor.chain(moved.node, moved.steps, moved.values) for name, moved in plan.tensors.items()}
+    options = {name: value for name, value in plan.options.items() if value is not None}
+    call = editor.place("call_function", plan.target, plan.value)
+    call.kwargs = {**tensors, **options}
+    replaced = {}
+    for result in plan.results:
+        node = call
+        if isinstance(plan.value, tuple):
+            node = editor.place("call_function", operator.getitem, result.values[0])
+            node.args = (call, result.index)
+        node = editor.chain(node, result.steps, result.values)
+        node.meta[editor.key] = result.values[-1]
+        replaced[result.replaces] = node
+    return replaced
+
+
 class _Editor:
-    """Inserts nodes one behind the other, each with its fake value and the anchor's provenance."""
+    """Makes nodes at the graph's insertion point, each with its fake value and the anchor's provenance."""
 
     def __init__(self, plan: Planned) -> None:
-        self.graph = plan.site.anchor.graph
-        self.last = plan.after
+        anchor = plan.site.anchor
+        self.graph = anchor.graph
         # Where a graph keeps fake values: Dynamo's in `example_value`, an exported one's in `val`.
-        self.key = "example_value" if "example_value" in plan.site.anchor.meta else "val"
-        self.meta = {name: plan.site.anchor.meta[name] for name in _INHERITED_META if name in plan.site.anchor.meta}
+        self.key = "example_value" if "example_value" in anchor.meta else "val"
+        self.meta = {name: anchor.meta[name] for name in _INHERITED_META if name in anchor.meta}
 
-    def function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
-        with self.graph.inserting_after(self.last):
-            return self._placed(self.graph.call_function(target, args, kwargs), value)
-
-    def chain(self, node: fx.Node, steps: Iterable[Step], values: Iterable[Any]) -> fx.Node:
-        for step, value in zip(steps, list(values)[1:], strict=True):
-            with self.graph.inserting_after(self.last):
-                node = self._placed(
-                    self.graph.call_method(step.method, (node, *cast(tuple[Any, ...], step.args))), value
-                )
-        return node
-
-    def moved(self, moved: Moved) -> fx.Node:
-        return self.chain(moved.node, moved.steps, moved.values)
-
-    def _placed(self, node: fx.Node, value: Any) -> fx.Node:
+    def place(self, op: str, target: Any, value: Any) -> fx.Node:
+        """A node whose arguments the caller sets: given to `create_node` they are walked in search of symbolic sizes,
+        which costs more than all the rest and which steps and options never hold."""
+        node = self.graph.create_node(op, target)
         node.meta.update(self.meta)
         node.meta[self.key] = value
-        self.last = node
+        return node
+
+    def chain(self, node: fx.Node, steps: Iterable[Step], values: Sequence[Any]) -> fx.Node:
+        """`node` through `steps`; `values` as in `Moved`."""
+        for step, value in zip(steps, values[1:], strict=True):
+            moved = self.place("call_method", step.method, value)
+            moved.args = (node, *cast(tuple[Any, ...], step.args))
+            node = moved
         return node
 
 
@@ -75,10 +80,9 @@ def _erase_dead(nodes: Iterable[fx.Node]) -> None:
     """
     region = set(nodes)
     queue = sorted(region, reverse=True)
-    while queue:
-        node = queue.pop(0)
+    for node in queue:  # grows on the way
         if node.users or node._erased or (node not in region and (node.is_impure() or written_arguments(node))):
             continue
         inputs = node.all_input_nodes
         node.graph.erase_node(node)
-        queue.extend(parent for parent in inputs if not parent.users)
+        queue += [parent for parent in inputs if not parent.users]
