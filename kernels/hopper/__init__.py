@@ -49,9 +49,10 @@ def _supports(request: Request) -> str | None:
         if request.dtypes[name] not in (torch.bfloat16, torch.float16) or request.dtypes[name] != request.dtypes["q"]:
             return f"{name} is {request.dtypes[name]}; it takes bfloat16 or float16, the same for q, k and v."
     if "mask" in request.dtypes:
-        return "mask is given; it takes masks that are one interval of keys a query (causal, window, cu_seqlens)."
-    if "q_segment_ids" in request.dtypes:
-        return "q_segment_ids may be in any order, and it takes documents in sequence; pass cu_seqlens_q."
+        if request.dtypes["mask"] != torch.bool or any(size != 1 for size in request.shapes["mask"][-3:-1]):
+            return "mask is given; it takes boolean masks that are the same for every head and query, [B or 1, 1, 1, Sk]."
+        if "cu_seqlens_q" in request.dtypes:
+            return "mask is given beside cu_seqlens_q; it takes one of them."
     scale = request.options.get("scale")
     if isinstance(scale, (int, float)) and scale <= 0:
         return f"scale is {scale}; it takes a positive scale."
@@ -64,10 +65,7 @@ def _supports(request: Request) -> str | None:
 
 def _gate(request: Request) -> str | None:
     """Wide heads leave no room for the tiles that make the others fast: 0.91 of cuDNN forward, 0.65 backward
-    (docs/hopper.md). The order of turns in the deterministic backward has been changed since it was compared with
-    float64 on a card."""
-    if request.options.get("deterministic", False):
-        return "its deterministic backward has not been checked on hardware in its present form; name it to use it."
+    (docs/hopper.md)."""
     if max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0) <= 128:
         return None
     cudnn = next((kernel for kernel in kernels(request.op) if kernel.name == "sdpa"), None)

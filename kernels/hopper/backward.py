@@ -155,7 +155,7 @@ def compute_partition(p, mem, T: gl.constexpr):
 @gluon.jit
 def backward_kernel(
     q, k, v, do, dq, dk, dv, lse, delta,
-    row_low, row_high, ranges, order, turns,
+    row_low, row_high, labels, ranges, order, turns,
     kv_heads, group, seq_q, seq_k,
     band_low, band_high, rows_stride, ranges_stride,
     scale, cap_scale, grad_scale,
@@ -168,7 +168,7 @@ def backward_kernel(
     scales and rounds it).
 
     `lse`, `delta`: float32 [tiles, block_m], base 2, +inf in `lse` for rows that take no part (see prepare.py).
-    `row_low`, `row_high`, `ranges`, `order`: see `rows.py`. `turns`: int32 [tiles], zero at launch (deterministic
+    `row_low`, `row_high`, `labels`, `ranges`, `order`: see `rows.py`. `turns`: int32 [tiles], zero at launch (deterministic
     only).
     """
     tile_q = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.qk_dim], q.layout)
@@ -197,7 +197,7 @@ def backward_kernel(
         new_barriers(T.stages), new_barriers(T.stages), new_barriers(2),
     )  # fmt: skip
     p = Problem(
-        q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, order, turns,
+        q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, order, turns,
         (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride), (scale, cap_scale, grad_scale),
         block * T.block_n, (first, last),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .gluon_api import aggregate, partition_barrier
+from .scores import hide_other_segments
 
 DQ_FULL = gl.constexpr(4)
 """Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO free" (wide
@@ -35,6 +36,7 @@ class Problem:
     delta: tma.tensor_descriptor
     row_low: gl.tensor
     row_high: gl.tensor
+    labels: gl.tensor
     order: gl.tensor
     turns: gl.tensor
     sizes: gl.tuple
@@ -45,7 +47,8 @@ class Problem:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, order, turns, sizes, band, scales, key0, tiles
+        self, q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, order, turns, sizes, band, scales, key0,
+        tiles,
     ):
         self.q = q
         self.k = k
@@ -58,6 +61,7 @@ class Problem:
         self.delta = delta
         self.row_low = row_low
         self.row_high = row_high
+        self.labels = labels
         self.order = order
         self.turns = turns
         self.sizes = sizes
@@ -154,6 +158,8 @@ def hide(st, tile, p, T: gl.constexpr):
         low = gl.load(p.row_low + b * rows_stride + rows)
         high = gl.load(p.row_high + b * rows_stride + rows)
         keep = (keys[:, None] < high[None, :]) & (keys[:, None] >= low[None, :])
+        if T.segments:
+            st = hide_other_segments(st, p.labels, b, rows_stride, rows, keys, seq_q, seq_k, False)
     else:
         # The limit stands on the side of the keys, of which a thread has two, not of its sixteen or more queries:
         # registers are scarce here.

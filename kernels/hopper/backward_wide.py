@@ -225,7 +225,7 @@ def compute_partition(p, mem, T: gl.constexpr):
 @gluon.jit
 def backward_wide_kernel(
     q, k, v, do, dq, dk, dv, lse, delta,
-    row_low, row_high, ranges, order, turns,
+    row_low, row_high, labels, ranges, order, turns,
     kv_heads, group, seq_q, seq_k,
     band_low, band_high, rows_stride, ranges_stride,
     scale, cap_scale, grad_scale,
@@ -256,7 +256,7 @@ def backward_wide_kernel(
         keep_bounds(first, last, clear_first, clear_last), new_barriers(T.stages), new_barriers(1), new_barriers(2),
     )  # fmt: skip
     p = Problem(
-        q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, order, turns,
+        q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, order, turns,
         (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride), (scale, cap_scale, grad_scale),
         block * T.block_n, (first, last),
     )  # fmt: skip

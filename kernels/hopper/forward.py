@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import barriers
 from .forward_state import FREE, Problem, Shared, limits, num_tiles, out_layout, place, scores_layout, tile_after, zeros
 from .gluon_api import tma_load, tma_store, tma_store_wait
-from .scores import tanh
+from .scores import hide_other_segments, tanh
 
 # ---------------------------------------------------------------------------------------------------- load warp
 
@@ -103,17 +103,22 @@ def row_sums(x):
 
 
 @gluon.jit
-def scores(s, block, low, high, p, T: gl.constexpr, MASKED: gl.constexpr):
+def scores(s, block, rows, p, T: gl.constexpr, MASKED: gl.constexpr):
     """Softcap, then the mask: in units of `p.scale`, which turns them into exponents of 2."""
     LAYOUT: gl.constexpr = scores_layout(T)
     if T.softcap:
         s = tanh(s * p.cap_scale)
     if MASKED:
+        low, high, row0, head = rows
         columns = block * T.block_n + gl.arange(0, T.block_n, gl.SliceLayout(0, LAYOUT))
         keep = columns[None, :] < high[:, None]
         if T.left_limit:
             keep = keep & (columns[None, :] >= low[:, None])
         s = gl.where(keep, s, float("-inf"))
+        if T.segments:
+            batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+            tile = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+            s = hide_other_segments(s, p.labels, head // heads, p.rows_strides[0], tile, columns, seq_q, seq_k, True)
     return s
 
 
@@ -127,8 +132,8 @@ def finite(maximum, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def first_probabilities(s, block, low, high, p, T: gl.constexpr):
-    s = scores(s, block, low, high, p, T, T.masked)
+def first_probabilities(s, block, rows, p, T: gl.constexpr):
+    s = scores(s, block, rows, p, T, T.masked)
     maximum = gl.max(s, 1)
     shift = finite(maximum, T.masked) * p.scale
     probabilities = gl.exp2(s * p.scale - shift[:, None])
@@ -161,8 +166,7 @@ def attend(
     maximum,
     total,
     operand,
-    low,
-    high,
+    rows,
     p,
     mem,
     w: gl.constexpr,
@@ -184,7 +188,7 @@ def attend(
     pass_turn(w, T)
     s = warpgroup_mma_wait(1, (s,))
     barriers.arrive(FREE + stage, THREADS)
-    s = scores(s, block, low, high, p, T, MASKED)
+    s = scores(s, block, rows, p, T, MASKED)
     new_maximum = gl.maximum(maximum, gl.max(s, 1))
     shift = finite(new_maximum, MASKED)
     rescale = gl.exp2((maximum - shift) * p.scale)
@@ -251,7 +255,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     tile = gl.program_id(0)  # the grid is never larger than the number of tiles
     row0, head, first, last, clear_first, clear_last = place(tile, p, T)
     row0 += w * 64
-    low, high = limits(row0, head, p, T)
+    rows = limits(row0, head, p, T)
     zero = zeros(T.block_n, LAYOUT)
     mbarrier.wait(mem.q_full.index(w), 0)
     mbarrier.wait(mem.k_full.index(0), 0)
@@ -263,7 +267,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     pass_turn(w, T)
     s = warpgroup_mma_wait(0, (s,))
     barriers.arrive(FREE, THREADS)
-    probabilities, maximum, total = first_probabilities(s, last - 1, low, high, p, T)
+    probabilities, maximum, total = first_probabilities(s, last - 1, rows, p, T)
     operand = as_operand(probabilities, p, T)
     acc = zeros(T.v_dim, OUT)
     use = 1
@@ -276,24 +280,24 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             clear_first = gl.minimum(clear_first, clear_last)
             for back in range(1, last - clear_last):
                 acc, maximum, total, operand = attend(
-                    use, last - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, True
+                    use, last - 1 - back, q, acc, maximum, total, operand, rows, p, mem, w, T, True
                 )
                 use += 1
             for back in range(clear_last - clear_first):
                 acc, maximum, total, operand = attend(
-                    use, clear_last - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, False
+                    use, clear_last - 1 - back, q, acc, maximum, total, operand, rows, p, mem, w, T, False
                 )
                 use += 1
             if T.left_limit:
                 for back in range(clear_first - first):
                     acc, maximum, total, operand = attend(
-                        use, clear_first - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, True
+                        use, clear_first - 1 - back, q, acc, maximum, total, operand, rows, p, mem, w, T, True
                     )
                     use += 1
         else:
             for back in range(1, last - first):
                 acc, maximum, total, operand = attend(
-                    use, last - 1 - back, q, acc, maximum, total, operand, low, high, p, mem, w, T, False
+                    use, last - 1 - back, q, acc, maximum, total, operand, rows, p, mem, w, T, False
                 )
                 use += 1
         mbarrier.arrive(mem.q_free.index(slot), count=1)
@@ -308,7 +312,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
         if tile < tiles:
             next_row0, next_head, first, last, clear_first, clear_last = place(tile, p, T)
             next_row0 += w * 64
-            low, high = limits(next_row0, next_head, p, T)
+            rows = limits(next_row0, next_head, p, T)
             stage = use % T.stages
             slot = (turn % T.q_buffers) * T.warpgroups + w
             zero = zeros(T.block_n, LAYOUT)
@@ -323,7 +327,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             pass_turn(w, T)
             s = warpgroup_mma_wait(1, (s,))
             barriers.arrive(FREE + stage, THREADS)
-            probabilities, next_maximum, next_total = first_probabilities(s, last - 1, low, high, p, T)
+            probabilities, next_maximum, next_total = first_probabilities(s, last - 1, rows, p, T)
             acc, operand = warpgroup_mma_wait(0, (acc, operand))
             barriers.arrive(FREE + T.stages + before, THREADS)
             operand = as_operand(probabilities, p, T)
@@ -358,7 +362,7 @@ def _barriers(number: gl.constexpr, count: gl.constexpr):
 def forward_kernel(
     q, k, v, o,
     o_ptr, stride_b, stride_h, stride_s, v_head_dim,
-    lse, sinks, row_low, row_high, ranges, counter,
+    lse, sinks, row_low, row_high, labels, ranges, counter,
     batch, heads, group, seq_q, seq_k, head_chunk,
     band_low, band_high, rows_stride, ranges_stride, scale, cap_scale,
     T: gl.constexpr, num_warps: gl.constexpr,
@@ -367,7 +371,7 @@ def forward_kernel(
     logarithm.
 
     `scale` turns scores into exponents of 2; with a softcap the scores are first `tanh(s * cap_scale)`. `sinks`:
-    float32 [heads]. `row_low`, `row_high`, `ranges`: see `rows.py`. `counter`: int32, zero at launch.
+    float32 [heads]. `row_low`, `row_high`, `labels`, `ranges`: see `rows.py`. `counter`: int32, zero at launch.
     """
     tile_q = gl.allocate_shared_memory(q.dtype, [T.q_buffers * T.warpgroups, 1, 1, 64, T.qk_dim], q.layout)
     tile_k = gl.allocate_shared_memory(k.dtype, [T.stages, 1, 1, T.block_n, T.qk_dim], k.layout)
@@ -387,8 +391,8 @@ def forward_kernel(
         _barriers(T.stages, 1), _barriers(T.stages, 1), tile_full, tile_free,
     )  # fmt: skip
     p = Problem(
-        q, k, v, o, o_ptr, (stride_b, stride_h, stride_s, v_head_dim), lse, sinks, row_low, row_high, ranges, counter,
-        (batch, heads, group, seq_q, seq_k, head_chunk), (band_low, band_high), (rows_stride, ranges_stride),
+        q, k, v, o, o_ptr, (stride_b, stride_h, stride_s, v_head_dim), lse, sinks, row_low, row_high, labels, ranges,
+        counter, (batch, heads, group, seq_q, seq_k, head_chunk), (band_low, band_high), (rows_stride, ranges_stride),
         scale, cap_scale,
     )  # fmt: skip
     if T.warpgroups == 2:

@@ -26,6 +26,7 @@ class Problem:
     sinks: gl.tensor
     row_low: gl.tensor
     row_high: gl.tensor
+    labels: gl.tensor
     ranges: gl.tensor
     counter: gl.tensor
     sizes: gl.tuple
@@ -47,6 +48,7 @@ class Problem:
         sinks,
         row_low,
         row_high,
+        labels,
         ranges,
         counter,
         sizes,
@@ -65,6 +67,7 @@ class Problem:
         self.sinks = sinks
         self.row_low = row_low
         self.row_high = row_high
+        self.labels = labels
         self.ranges = ranges
         self.counter = counter
         self.sizes = sizes
@@ -161,11 +164,12 @@ def tile_after(turn, p, T: gl.constexpr):
 
 @gluon.jit
 def limits(row0, head, p, T: gl.constexpr):
-    """The interval of keys of each of the 64 rows at `row0`."""
+    """The interval of keys of each of the 64 rows at `row0`, and which rows they are: (low, high, row0, head)."""
     LAYOUT: gl.constexpr = scores_layout(T)
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     band_low, band_high = p.band
     rows_stride, ranges_stride = p.rows_strides
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     offset = (head // heads) * rows_stride
-    return key_limits(rows, seq_k, band_low, band_high, p.row_low + offset, p.row_high + offset, T)
+    low, high = key_limits(rows, seq_k, band_low, band_high, p.row_low + offset, p.row_high + offset, T)
+    return low, high, row0, head

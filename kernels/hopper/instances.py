@@ -23,7 +23,7 @@ def forward_instance(template: ForwardTemplate, dtype: str) -> Instance:
         **dict.fromkeys(("stride_b", "stride_h", "stride_s"), "i64"),
         "v_head_dim": _INT,
         **dict.fromkeys(("lse", "sinks"), "*fp32"),
-        **dict.fromkeys(("row_low", "row_high", "ranges", "counter"), "*i32"),
+        **dict.fromkeys(("row_low", "row_high", "labels", "ranges", "counter"), "*i32"),
         **dict.fromkeys(
             (
                 "batch",
@@ -58,7 +58,7 @@ def backward_instance(template: BackwardTemplate, dtype: str) -> Instance:
         **{name: tensor_map_type(dtype, block) for name, block in {"dk": k, "dv": v}.items()},
         "lse": row,
         "delta": row,
-        **dict.fromkeys(("row_low", "row_high", "ranges", "order", "turns"), "*i32"),
+        **dict.fromkeys(("row_low", "row_high", "labels", "ranges", "order", "turns"), "*i32"),
         **dict.fromkeys(
             ("kv_heads", "group", "seq_q", "seq_k", "band_low", "band_high", "rows_stride", "ranges_stride"), _INT
         ),

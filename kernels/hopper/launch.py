@@ -14,7 +14,7 @@ from ..attention_reference import sinks_gradient
 from . import prepare
 from .descriptors import fits, readable
 from .plans import ROWS_PER_PROGRAM, BackwardPlan, Call, backward_plan, forward_plan
-from .rows import intervals, key_ranges, query_ranges
+from .rows import rows_of_backward, rows_of_forward
 
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
@@ -33,12 +33,11 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
         o = out if fits(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
         plan = forward_plan(Call.of(problem), (o.shape, o.stride()))
         template = plan.template
-        low = high = ranges = None
-        rows_stride = 0
+        low = high = labels = ranges = None
+        strides = 0, 0
         if template.by_rows:
-            rows = intervals(problem.seen, q.shape[1], problem.k.shape[1])
-            low, high, rows_stride = rows.low, rows.high, rows.stride
-            ranges = key_ranges(rows, q.shape[1], template.block_m, template.block_n)
+            rows = rows_of_forward(problem.seen, q.shape[1], problem.k.shape[1], template.block_m, template.block_n)
+            low, high, labels, ranges, strides = rows.low, rows.high, rows.labels, rows.ranges, rows.strides
         tensors = (q, problem.k, problem.v, o if template.store_by_tma else q)
         plan.kernel[plan.grid](
             *(map_.at(x) for map_, x in zip(plan.maps, tensors, strict=True)),
@@ -48,11 +47,11 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
             None if sinks is None else sinks.float(),
             low,
             high,
+            labels,
             ranges,
             torch.zeros(1, dtype=torch.int32, device=q.device) if template.dynamic else None,
             *plan.sizes,
-            rows_stride,
-            ranges.stride(0) if ranges is not None and rows_stride else 0,
+            *strides,
             *plan.scales,
             template,
             4,
@@ -96,23 +95,23 @@ def backward(
         accumulator = q.new_empty((batch, heads, seq_q, head_dim), dtype=torch.float32)
         turns = q.new_empty((batch, heads, plan.tiles), dtype=torch.int32) if template.deterministic else None
         _before(plan, out, grad_out, do, lse, grad_lse, lse_rows, delta_rows, accumulator, turns)
-        low = high = ranges = first_blocks = None
-        rows_stride = 0
+        low = high = labels = ranges = order = None
+        strides = 0, 0
         if template.by_rows:
-            rows = intervals(problem.seen, seq_q, problem.k.shape[1])
-            low, high, rows_stride = rows.low, rows.high, rows.stride
-            ranges, first_blocks = query_ranges(rows, seq_q, problem.k.shape[1], template.block_m, template.block_n)
+            rows = rows_of_backward(problem.seen, seq_q, problem.k.shape[1], template.block_m, template.block_n)
+            low, high, labels, ranges, order = rows.low, rows.high, rows.labels, rows.ranges, rows.order
+            strides = rows.strides
         tensors = (q, problem.k, problem.v, do, accumulator, dk_to, dv_to, lse_rows, delta_rows)
         plan.kernel[plan.grid](
             *(map_.at(x) for map_, x in zip(plan.maps, tensors, strict=True)),
             low,
             high,
+            labels,
             ranges,
-            first_blocks,
+            order,
             turns,
             *plan.sizes,
-            rows_stride,
-            ranges.stride(0) if ranges is not None and rows_stride else 0,
+            *strides,
             *plan.scales,
             template,
             template.num_warps,

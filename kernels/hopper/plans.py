@@ -18,6 +18,7 @@ from ..attention_problem import Problem
 from .build import compile_instance
 from .descriptors import DTYPES, Map, rows_map, tensor_map
 from .instances import backward_instance, forward_instance
+from .rows import by_rows
 from .templates import BackwardTemplate, ForwardTemplate, backward_template, forward_template
 
 _LOG2_E = math.log2(math.e)
@@ -42,7 +43,8 @@ class Call:
     offset: int
     left: int | None
     right: int | None
-    by_rows: bool
+    data: str | None
+    """Kind of mask that only the data knows: "rows" or "segments" (templates.MASKS)."""
     sinks: bool
     scale: float
     softcap: float
@@ -54,14 +56,14 @@ class Call:
         q, k, v, seen = problem.q, problem.k, problem.v, problem.seen
         return cls(
             (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), q.dtype, q.device.index,
-            seen.offset, seen.left, seen.right, seen.q_segments is not None or seen.positions is not None,
+            seen.offset, seen.left, seen.right, _data(problem),
             problem.sinks is not None, problem.scale, problem.softcap, problem.deterministic,
         )  # fmt: skip
 
     def mask(self, block_n: int) -> str:
         """Kind of mask (templates.MASKS)."""
-        if self.by_rows:
-            return "rows"
+        if self.data is not None:
+            return self.data
         if self.left is not None:
             return "band"
         return "right" if self.right is not None or self.k[0][1] % block_n else "none"
@@ -78,6 +80,12 @@ class Call:
         if self.softcap > 0:
             return self.softcap * _LOG2_E, self.scale / self.softcap
         return self.scale * _LOG2_E, 0.0
+
+
+def _data(problem: Problem) -> str | None:
+    if not by_rows(problem.seen):
+        return None
+    return "segments" if problem.seen.documents is None else "rows"
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def forward_template_of(call: Call) -> ForwardTemplate | None:
     """The forward instance for a call; None when there is none."""
     head_dim, v_head_dim = call.q[0][3], call.v[0][3]
     mask = call.mask(128 if max(head_dim, v_head_dim) <= 128 else 64)
-    uneven = mask in ("band", "rows") or call.right is not None
+    uneven = mask in ("band", "rows", "segments") or call.right is not None
     return forward_template(head_dim, v_head_dim, mask=mask, softcap=call.softcap > 0, sinks=call.sinks, uneven=uneven)
 
 

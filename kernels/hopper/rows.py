@@ -1,97 +1,178 @@
-"""Masks that only the data knows, as one interval of keys per query: packed documents, with or without causality and
-a window.
+"""Masks that only the data knows, as one interval of keys per query: packed documents and padding, with or without
+causality and a window.
 
-The intervals of packed documents never step back: `low` and `high` ascend with the row. So the first and last row of
-a tile bound the whole tile, and the blocks that a tile meets, or need not mask, follow by division and by binary
-search.
+The intervals never step back: `low` and `high` ascend with the row. So the first and last row of a tile bound the whole
+tile, and the blocks that a tile meets, or need not mask, follow by division and by binary search.
 
-Everything is computed on the GPU from `Visibility`; nothing waits for the device.
+Documents (`cu_seqlens`) give such intervals by themselves. Segment ids do when they ascend, as a count of documents
+does, and a mask of keys does when the keys it shows are one run, as in a padded batch. Whether that is so is found on
+the GPU, batch by batch; nothing waits for the device. Where it is not, labels are compared instead (`rows_kernels.py`):
+slower, and as right.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..attention_problem import Visibility
+from ..launch import Launch
+from .rows_kernels import LABELS_HEAD, query_ranges, row_intervals, segment_order
 
-_NO_SEGMENT = 2**31 - 1
+_PADDED = 128
+"""Rows and keys of the arrays are padded to multiples of this."""
+_CHUNK = 2048
+"""Tokens of a program that looks at the order of the ids."""
+_BLOCKS = 32
+"""Blocks of keys of a program that looks for their queries."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Interval `[low, high)` of keys of every query, int32 `[B or 1, rows]`, rows padded to whole tiles of 128."""
+    """Interval `[low, high)` of keys of every query and what follows from it, int32; the first axis is the batch, or 1
+    where all share."""
 
     low: Tensor
+    """`[·, rows]`, rows padded to whole tiles of 128."""
     high: Tensor
+    labels: Tensor
+    """`[·, 4 + rows + keys]`: 1 in the first place where labels must be compared, and the labels of queries and keys,
+    padded. Without segment ids or a mask of keys it is never read."""
+    ranges: Tensor
+    """Forward: `[·, tiles, 4]`, first and last block of keys of a tile of queries, first and last one without a mask.
+    Backward: `[·, blocks, 4]`, the same tiles of queries of a block of keys."""
+    order: Tensor | None
+    """Backward: `[·, tiles]`, the first block of keys that adds to a tile of queries."""
 
     @property
-    def stride(self) -> int:
-        """Elements from one batch to the next; 0 where all share."""
-        return self.low.stride(0) if self.low.shape[0] > 1 else 0
+    def strides(self) -> tuple[int, int]:
+        """Elements from one batch to the next, of the rows and of the ranges; 0 where all share."""
+        return (self.low.shape[1], self.ranges.shape[1] * 4) if self.low.shape[0] > 1 else (0, 0)
 
 
-def intervals(seen: Visibility, num_queries: int, num_keys: int) -> Rows:
-    """The intervals of ascending segments (`cu_seqlens`), cut by causality and window. Rows past the end repeat the
-    last row."""
-    assert seen.q_segments is not None
-    assert seen.k_segments is not None
-    queries, keys = (x.int() for x in (seen.q_segments, seen.k_segments))
-    # Tokens outside of every document have negative ids and stand at the end.
-    keys = torch.where(keys < 0, _NO_SEGMENT, keys)
-    queries = torch.where(queries < 0, _NO_SEGMENT - 1, queries)
-    low = torch.searchsorted(keys, queries, out_int32=True)
-    high = end = torch.searchsorted(keys, queries, right=True, out_int32=True)
-    if seen.left is not None or seen.right is not None:
-        facing = seen.positions
-        if facing is None:
-            facing = torch.arange(num_queries, device=low.device, dtype=torch.int32) + seen.offset
-        if seen.left is not None:
-            low = torch.maximum(low, facing - seen.left)
-        if seen.right is not None:
-            high = torch.minimum(high, facing + (seen.right + 1))
-    # A query that sees nothing keeps an empty interval at its place, so that the order holds.
-    low = torch.minimum(low, end)
-    high = torch.maximum(high, low)
-    padding = -num_queries % 128
-    if padding:
-        low, high = (torch.cat([x, x[:, -1:].expand(-1, padding)], 1) for x in (low, high))
-    return Rows(low.contiguous(), high.contiguous())
+def by_rows(seen: Visibility) -> bool:
+    """Whether only the data knows which keys are seen."""
+    return seen.q_segments is not None or seen.mask is not None
 
 
-def key_ranges(rows: Rows, num_queries: int, block_m: int, block_n: int) -> Tensor:
-    """For every tile of queries: first and last block of keys, first and last one without a mask. int32 `[B or 1,
-    tiles, 4]`."""
-    lowest, top_low, low_high, highest = _tile_ends(rows, num_queries, block_m)
-    first = lowest // block_n
-    last = torch.maximum(-(-highest // block_n), first + 1)  # the forward has no empty tile
-    return torch.stack([first, last, -(-top_low // block_n), low_high // block_n], -1)
+def rows_of_forward(seen: Visibility, num_queries: int, num_keys: int, block_m: int, block_n: int) -> Rows:
+    """The intervals, and for every tile of `block_m` queries its blocks of `block_n` keys."""
+    return _rows(seen, num_queries, num_keys, block_m, block_n, forward=True)
 
 
-def query_ranges(rows: Rows, num_queries: int, num_keys: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """For every block of keys: first and last tile of queries, first and last one without a mask, int32 `[B or 1,
-    blocks, 4]`; and for every tile the first block of keys that adds to it, int32 `[B or 1, tiles]`."""
-    lowest, top_low, low_high, highest = (x.contiguous() for x in _tile_ends(rows, num_queries, block_m))
-    start = (
-        torch.arange(0, num_keys, block_n, device=lowest.device, dtype=torch.int32)
-        .expand(lowest.shape[0], -1)
-        .contiguous()
+def rows_of_backward(seen: Visibility, num_queries: int, num_keys: int, block_m: int, block_n: int) -> Rows:
+    """The intervals, and for every block of `block_n` keys its tiles of `block_m` queries."""
+    return _rows(seen, num_queries, num_keys, block_m, block_n, forward=False)
+
+
+def _rows(seen: Visibility, num_queries: int, num_keys: int, block_m: int, block_n: int, *, forward: bool) -> Rows:
+    assert seen.documents is None or seen.mask is None, "a mask of keys beside cu_seqlens is refused"
+    if seen.documents is not None:
+        q_ids, k_ids = (x[None] for x in seen.documents)
+    else:
+        q_ids, k_ids = seen.q_segments, seen.k_segments
+    mask = None if seen.mask is None else seen.mask[:, 0, 0].expand(-1, num_keys).view(torch.uint8)
+    sources = [x for x in (q_ids, k_ids, mask) if x is not None]
+    batch = max(x.shape[0] for x in sources)
+    plan = _plan(
+        *(None if x is None else (x.dtype, x.shape[0], x.stride()) for x in (q_ids, k_ids, mask)),
+        sources[0].device, batch, num_queries, num_keys, block_m, block_n, seen.offset, seen.left, seen.right,
+        0 if seen.documents is None else seen.documents[0].shape[0] - 1, seen.documents is not None,
+        seen.positions is not None, forward,
+    )  # fmt: skip
+    facts, low, high, labels, ranges, order = (
+        torch.empty(shape, dtype=torch.int32, device=sources[0].device) for shape in plan.shapes
     )
-    end = start + block_n
-    first = torch.searchsorted(highest, start, right=True, out_int32=True)
-    last = torch.maximum(torch.searchsorted(lowest, end, out_int32=True), first)
-    clear_first = torch.searchsorted(low_high, end, out_int32=True)
-    clear_last = torch.searchsorted(top_low, start, right=True, out_int32=True)
-    return torch.stack([first, last, clear_first, clear_last], -1), lowest // block_n
+    q_source, k_source, mask_source = (low if x is None else x for x in (q_ids, k_ids, mask))
+    if plan.segment_order is not None:
+        plan.segment_order.on((q_source, k_source, mask_source, facts))
+    positions = low if seen.positions is None else seen.positions
+    plan.row_intervals.on((q_source, k_source, mask_source, positions, facts, low, high, labels, ranges, order))
+    if plan.query_ranges is not None:
+        plan.query_ranges.on((low, high, labels, ranges))
+    return Rows(low, high, labels, ranges, None if forward else order)
 
 
-def _tile_ends(rows: Rows, num_queries: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of every tile: `low` of its first and last row, `high` of its first and last row."""
-    tiles = -(-num_queries // block_m)
-    ends = []
-    for x in (rows.low, rows.high):
-        tiled = x[:, : tiles * block_m].view(x.shape[0], tiles, block_m)
-        ends += [tiled[:, :, 0], tiled[:, :, -1]]
-    return ends[0], ends[1], ends[2], ends[3]
+@dataclass(frozen=True)
+class _Plan:
+    """The launches for one combination of shapes. `shapes`: of facts, low, high, labels, ranges and order."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    segment_order: Launch | None
+    row_intervals: Launch
+    query_ranges: Launch | None
+
+
+_Source = tuple[torch.dtype, int, tuple[int, ...]] | None
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    q_ids: _Source,
+    k_ids: _Source,
+    mask: _Source,
+    device: torch.device,
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    block_m: int,
+    block_n: int,
+    offset: int,
+    left: int | None,
+    right: int | None,
+    documents: int,
+    packed: bool,
+    has_positions: bool,
+    forward: bool,
+) -> _Plan:
+    rows, keys = (-(-n // _PADDED) * _PADDED for n in (num_queries, num_keys))
+    tiles, blocks = -(-num_queries // block_m), -(-num_keys // block_n)
+    chunks = -(-max(num_queries, num_keys) // _CHUNK)
+    dtypes = [torch.int32 if x is None else x[0] for x in (q_ids, k_ids, mask)]
+    strides = [n for x in (q_ids, k_ids, mask) for n in _strides(x)]
+    conditions = {"HAS_IDS": q_ids is not None, "HAS_MASK": mask is not None}
+    int32 = torch.int32
+    return _Plan(
+        shapes=(
+            (batch, 1 if packed else chunks, 4),
+            (batch, rows),
+            (batch, rows),
+            (batch, 1 if packed else LABELS_HEAD.value + rows + keys),
+            (batch, tiles if forward else blocks, 4),
+            (batch, 1 if forward else tiles),
+        ),
+        segment_order=None if packed else Launch(
+            segment_order, (chunks, batch), device, (*dtypes, int32), (*strides, num_queries, num_keys),
+            {**conditions, "CHUNK": _CHUNK}, num_warps=8,
+        ),
+        row_intervals=Launch(
+            row_intervals, (max(rows // block_m, -(-keys // block_m)), batch), device, (*dtypes, *[int32] * 7),
+            (
+                *strides, num_queries, num_keys, documents, max(num_keys, documents).bit_length(), chunks, offset,
+                left or 0, right or 0,
+            ),
+            {
+                "DOCUMENTS": packed, **conditions, "HAS_POSITIONS": has_positions, "HAS_LEFT": left is not None,
+                "HAS_RIGHT": right is not None, "FORWARD": forward, "CHUNKS": 1 << (chunks - 1).bit_length(),
+                "BLOCK_M": block_m, "BLOCK_N": block_n, "PADDED": _PADDED,
+            },
+            num_warps=4,
+        ),
+        query_ranges=None if forward else Launch(
+            query_ranges, (-(-blocks // _BLOCKS), batch), device, [int32] * 4,
+            (num_queries, num_keys, tiles.bit_length()),
+            {"LABELS": not packed, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": _BLOCKS, "PADDED": _PADDED},
+            num_warps=1,
+        ),
+    )  # fmt: skip
+
+
+def _strides(source: _Source) -> tuple[int, int]:
+    """Of the batch (0 where all share) and of the tokens."""
+    if source is None:
+        return 0, 0
+    _, batch, strides = source
+    return (strides[0] if batch > 1 else 0), strides[1]

@@ -1,13 +1,17 @@
 """Device code shared by the passes: softcap, and which blocks of the score matrix need a mask or no work at all.
 
 Every mask here is *one interval of keys per query*: `[low(row), high(row))`. Causality and the end of the keys give
-`high`, a window gives `low`, packed documents give both. So a mask costs two comparisons with per-row values in the
+`high`, a window gives `low`, packed documents and padding give both. So a mask costs two comparisons with per-row values in the
 blocks that it cuts, and nothing in the others. In `band` form the interval is `[row + band_low, row + band_high]` cut
 to the keys there are; in `rows` form it is read from memory.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+_LABELS_HEAD = gl.constexpr(4)
+_PADDED = gl.constexpr(128)
+"""Of the arrays in rows.py."""
 
 
 @gluon.jit
@@ -93,3 +97,22 @@ def key_limits(rows, seq_k, band_low, band_high, row_low, row_high, T: gl.conste
         return gl.load(row_low + rows), gl.load(row_high + rows)
     else:
         return rows + band_low, gl.minimum(rows + (band_high + 1), seq_k)
+
+
+@gluon.jit
+def hide_other_segments(s, labels, batch, rows_stride, rows, keys, seq_q, seq_k, ROWS_FIRST: gl.constexpr):
+    """Set scores between different segments to -inf, where labels must be compared at all (rows.py).
+
+    `rows`, `keys`: indices along the two axes of `s`, rows along the first one if ROWS_FIRST.
+    """
+    padded_rows = gl.cdiv(seq_q, _PADDED) * _PADDED
+    width = _LABELS_HEAD + padded_rows + gl.cdiv(seq_k, _PADDED) * _PADDED
+    labels += gl.where(rows_stride > 0, batch, 0) * width
+    if gl.load(labels) != 0:
+        of_row = gl.load(labels + _LABELS_HEAD + gl.minimum(rows, padded_rows - 1))
+        of_key = gl.load(labels + _LABELS_HEAD + padded_rows + gl.minimum(keys, seq_k - 1))
+        if ROWS_FIRST:
+            s = gl.where(of_row[:, None] == of_key[None, :], s, float("-inf"))
+        else:
+            s = gl.where(of_key[:, None] == of_row[None, :], s, float("-inf"))
+    return s

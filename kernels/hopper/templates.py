@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MASKS = ("none", "right", "band", "rows")
+MASKS = ("none", "right", "band", "rows", "segments")
 """`none`: every key, and whole blocks of keys only. `right`: keys before a limit that moves with the row (causal), or
 before the end of a sequence that ends inside a block. `band`: two limits (a window). `rows`: two limits read from
-memory (packed documents)."""
+memory (packed documents). `segments`: the same, and labels to compare where the limits do not say all (segment ids in
+any order, masks of keys)."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,15 @@ class Template:
 
     @property
     def left_limit(self) -> bool:
-        return self.mask in ("band", "rows")
+        return self.mask in ("band", "rows", "segments")
 
     @property
     def by_rows(self) -> bool:
-        return self.mask == "rows"
+        return self.mask in ("rows", "segments")
+
+    @property
+    def segments(self) -> bool:
+        return self.mask == "segments"
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,32 @@ def documents(cu_q: list[int], cu_k: list[int] | None = None, **values: int | fl
     return make
 
 
+def segments(*, ordered: bool, apart: bool = False, dtype: torch.dtype = torch.int64, **values: int | float | str):
+    """Ids of five documents a batch, in any order unless `ordered`."""
+
+    def make(generator: torch.Generator, case: Case) -> Conditions:
+        def ids(tokens: int) -> Tensor:
+            drawn = torch.randint(-2, 3, (case.batch, tokens), generator=generator).to(dtype)
+            return drawn.sort(1)[0] if ordered else drawn
+
+        made = {"q_segment_ids": ids(case.queries), **values}
+        return {**made, "k_segment_ids": ids(case.keys)} if apart else made
+
+    return make
+
+
+def padding(*shown: tuple[int, int], gaps: bool = False, ids: bool = False, **values: int | float | str):
+    """A mask that shows the keys `[start, end)` of each batch, all but every seventh with `gaps`."""
+
+    def make(generator: torch.Generator, case: Case) -> Conditions:
+        key = torch.arange(case.keys)
+        mask = torch.stack([(key >= start) & (key < end) for start, end in shown])[:, None, None]
+        made: dict[str, Tensor | int | float | str] = {"mask": mask & (key % 7 != 0) if gaps else mask, **values}
+        return {**made, **segments(ordered=True)(generator, case)} if ids else made
+
+    return make
+
+
 def case(queries: int, keys: int | None = None, **others: object) -> Case:
     base = Case(
         queries=queries, keys=queries if keys is None else keys, head_dim=128, value_dim=128, heads=4, kv_heads=2
@@ -76,6 +102,20 @@ MASKS = {
         500, 300, batch=1, conditions=documents([0, 190, 400, 500], [0, 100, 250, 300], causal="bottom_right")
     ),
     "documents_window": case(700, batch=1, conditions=documents([0, 90, 400, 700], window_left=50, causal="top_left")),
+    "segments_ascend": case(700, conditions=segments(ordered=True, causal="top_left")),
+    "segments_any_order": case(500, conditions=segments(ordered=False, causal="top_left")),
+    "segments_full": case(640, 384, conditions=segments(ordered=True, apart=True, dtype=torch.int32)),
+    "segments_any_order_full": case(333, 500, conditions=segments(ordered=False, apart=True)),
+    "segments_window": case(
+        500, 600, conditions=segments(ordered=True, apart=True, window_left=90, causal="bottom_right")
+    ),
+    "segments_any_order_window": case(500, conditions=segments(ordered=False, window_left=90, window_right=30)),
+    "padding_right": case(500, conditions=padding((0, 333), (0, 500), causal="top_left")),
+    "padding_left": case(500, conditions=padding((77, 500), (300, 500), causal="top_left")),
+    "padding_everything": case(300, conditions=padding((0, 0), (100, 200))),
+    "padding_gaps": case(500, conditions=padding((77, 500), (0, 400), gaps=True, causal="top_left")),
+    "padding_segments": case(500, conditions=padding((0, 450), (90, 500), ids=True, causal="top_left")),
+    "padding_segments_gaps": case(500, conditions=padding((0, 450), (90, 500), ids=True, gaps=True)),
     "documents_cross": case(300, 500, batch=1, conditions=documents([0, 90, 200, 300], [0, 200, 200, 450])),
 }
 
@@ -136,6 +176,10 @@ WIDE = {
     "head_dim_256_256_documents": case(
         300, batch=1, head_dim=256, value_dim=256, conditions=documents([0, 9, 9, 200, 300], causal="top_left")
     ),
+    "head_dim_256_256_segments": case(300, head_dim=256, value_dim=256, conditions=segments(ordered=True)),
+    "head_dim_256_256_segments_any_order": case(
+        300, head_dim=256, value_dim=256, conditions=segments(ordered=False, causal="top_left")
+    ),
     "head_dim_256_256_softcap": case(
         300, head_dim=256, value_dim=256, logits=4, conditions=options(softcap=30.0, causal="top_left")
     ),
@@ -148,11 +192,9 @@ def run(inputs: Inputs, dtype: torch.dtype, *, deterministic: bool = False) -> R
     from fusion_pass.kernels.attention_ops import _problem
     from fusion_pass.kernels.hopper import launch
 
-    conditions = dict(inputs.conditions)
-    tensors = {name: conditions.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     q, k, v, *sinks = (leaf.detach() for leaf in inputs.leaves(dtype))
     with poisoned_memory():
-        problem = _problem(q, k, v, None, sinks[0] if sinks else None, None, None, *tensors.values(), **conditions)  # type: ignore[arg-type]
+        problem = _problem(q, k, v, sinks=sinks[0] if sinks else None, **inputs.conditions)  # type: ignore[arg-type]
         problem = dataclasses.replace(problem, deterministic=deterministic)
         out, lse = launch.forward(problem, "bshd")
         names = ("dq", "dk", "dv", "dsinks")
@@ -179,7 +221,7 @@ def test_no_worse_than_eager(name: str, deterministic: bool, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in MASKS if "documents" in name or "window" in name or "causal" in name]
+    "name", [name for name in MASKS if not name.startswith(("full", "top_left", "bottom_right"))]
 )
 def test_head_dim_64_masks(name: str, device: torch.device) -> None:
     inputs = make_inputs(dataclasses.replace(CASES[name], head_dim=64, value_dim=64), torch.bfloat16, device)
