@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .ops import split_packed
+from .ops import OPERATORS, split_packed
 from .options import check_packed
 
-_ops = torch.ops.fusion_pass
+_qkv_norm_rope, _qk_norm_rope = OPERATORS["qkv_norm_rope"], OPERATORS["qk_norm_rope"]
+_norm_rope, _rope = OPERATORS["norm_rope"], OPERATORS["rope"]
 
 
 def qkv_norm_rope(
@@ -69,10 +70,10 @@ def qkv_norm_rope(
     if packing == "blocked" and not (torch.is_grad_enabled() and qkv.requires_grad):
         check_packed(qkv, num_heads, num_kv_heads, head_dim, packing)
         q, k, v = split_packed(qkv, num_heads, num_kv_heads, packing)
-        q, k = _ops.qk_norm_rope(q, k, cos, sin, positions, q_weight, k_weight, q_bias, k_bias, **options)
+        q, k = _qk_norm_rope(q, k, cos, sin, positions, q_weight, k_weight, q_bias, k_bias, **options)
         return q, k, v
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "packing": packing}
-    q, k, v = _ops.qkv_norm_rope(qkv, cos, sin, positions, q_weight, k_weight, q_bias, k_bias, **heads, **options)
+    q, k, v = _qkv_norm_rope(qkv, cos, sin, positions, q_weight, k_weight, q_bias, k_bias, **heads, **options)
     return q, k, v
 
 
@@ -102,7 +103,7 @@ def qk_norm_rope(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Normalise and rotate each head of q [B, S, H, D] and k [B, S, KV, D]; any strides, the last is 1."""
-    q, k = _ops.qk_norm_rope(
+    q, k = _qk_norm_rope(
         q,
         k,
         cos,
@@ -152,7 +153,7 @@ def norm_rope(
     backend: str = "auto",
 ) -> Tensor:
     """`qk_norm_rope` for one tensor [B, S, H, D]."""
-    result: Tensor = _ops.norm_rope(
+    result: Tensor = _norm_rope(
         x,
         cos,
         sin,
@@ -211,7 +212,7 @@ def rope(
     if aligned and cos.dim() == (2 if mrope_layout == "none" else 3):
         # [S, T], or [3, S, T]: one table for every batch entry.
         cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-    result: Tensor = _ops.rope(
+    result: Tensor = _rope(
         x,
         cos,
         sin,

@@ -1,11 +1,11 @@
-"""The norm + rotation operators in `torch.ops.fusion_pass`: schema, fake, autograd, and the choice of the back end.
+"""The norm + rotation operators in `torch.ops.fusion_pass`: schemas, plans, and the choice of the back end.
 
 `docs/operators.md` is the contract. Every operator is planned the same way: check the arguments, cut them into streams
 (`streams.py`), allocate the results. The fake stops there; the real operator then lets one back end fill the results.
+`registration.py` makes operators of it.
 
-The backward is an operator too (`<name>_backward`), so AOTAutograd traces it like any other. It returns only the
-gradients that are needed (`output_mask`), in the order of the forward's differentiable arguments. Gradients are
-dense and contiguous whatever the strides of the input.
+The backward returns only the gradients that are needed (`output_mask`), in the order of the forward's differentiable
+arguments. Gradients are dense and contiguous whatever the strides of the input.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from .options import (
     check_tables,
     one_of,
 )
+from .registration import Differentiable, Operator, register
+from .replay import Work
 from .streams import Backend, Copy, Gradients, GradStream, Stream, Tables, fold_table_gradient
 
 NAMESPACE = "fusion_pass"
@@ -85,12 +87,19 @@ class Plan:
     tables: Tables | None
     options: Options
     copy: Copy | None = None
+    works: Sequence[Work] | None = None
+    scratch: Sequence[Tensor] = ()
 
-    def run(self) -> None:
-        """Fill the results."""
+    def run(self) -> list[Tensor]:
+        """Fill the results and return them."""
         if any(result.numel() for result in self.results):
             chosen = _resolve(self.op, self.backend, self.streams[0].x, self.options, training=False)
-            chosen.forward(self.streams, self.tables, self.options, self.copy)
+            self.works = chosen.forward(self.streams, self.tables, self.options, self.copy)
+        return self.fake()
+
+    def fake(self) -> list[Tensor]:
+        """The results, as they are."""
+        return list(self.results)
 
 
 @dataclass(slots=True)
@@ -106,13 +115,18 @@ class GradPlan:
     needs_cos: bool
     needs_sin: bool
     copy: Copy | None = None
+    works: Sequence[Work] | None = None
+    scratch: Sequence[Tensor] = ()
 
     def run(self) -> list[Tensor]:
         """The gradients that are needed."""
         chosen = _resolve(self.op, self.backend, self.streams[0].grad, self.options, training=True)
         needs_tables = self.needs_cos or self.needs_sin
         if self.streams[0].grad.numel():
-            return self._collect(chosen.backward(self.streams, self.tables, self.options, self.copy, needs_tables))
+            gradients = chosen.backward(self.streams, self.tables, self.options, self.copy, needs_tables)
+            # The tables' gradients are finished here, outside of the launches.
+            self.works, self.scratch = None if needs_tables else gradients.works, gradients.scratch
+            return self._collect(gradients)
         return [torch.zeros_like(gradient) for gradient in self.fake()]
 
     def fake(self) -> list[Tensor]:
@@ -468,91 +482,18 @@ def _rope_grad_plan(
 
 # --- registration --------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Differentiable:
-    """Where the differentiable arguments of an operator stand: `inputs` are the streams' tensors, then cos, sin,
-    weights and biases.
-
-    `positions` and the other integer tensors are passed on to the backward and have no gradient.
-    """
-
-    inputs: int
-    parameters: int
-    integers: int = 1
-
-    def indices(self) -> list[int]:
-        first_parameter = self.inputs + 2 + self.integers
-        return [*range(self.inputs + 2), *range(first_parameter, first_parameter + self.parameters)]
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _register(
-    library: torch.library.Library,
-    name: str,
-    plan: Callable[..., Plan],
-    grad_plan: Callable[..., GradPlan],
-    arguments: Differentiable,
-) -> None:
-    """Define `name` and `name_backward`: schema, kernel, fake, autograd."""
-    qualified, qualified_backward = f"{NAMESPACE}::{name}", f"{NAMESPACE}::{name}_backward"
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        planned = plan(*args, **kwargs)
-        planned.run()
-        return planned.results if len(planned.results) > 1 else planned.results[0]
-
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        results = plan(*args, **kwargs).results
-        return results if len(results) > 1 else results[0]
-
-    for op, real, abstract in (
-        (name, forward, fake),
-        (
-            f"{name}_backward",
-            lambda *args, **kwargs: grad_plan(*args, **kwargs).run(),
-            lambda *args, **kwargs: grad_plan(*args, **kwargs).fake(),
-        ),
-    ):
-        library.define(op + SCHEMAS[op], tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        library.impl(op, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"{NAMESPACE}::{op}", abstract, lib=library)
-
-    backward_op = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward").default
-    differentiable = arguments.indices()
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-        needed = {i for i in differentiable if i < len(ctx.needs_input_grad) and ctx.needs_input_grad[i]}
-        ctx.mask = [i in needed for i in differentiable]
-        options = dict(keyword_only_inputs)
-        del options["out_order"], options["out_dtype"]
-        options["in_dtype"] = inputs[0].dtype
-        ctx.options = options
-        streams, rest = inputs[: arguments.inputs], inputs[arguments.inputs :]
-        tables_needed = bool(needed & {arguments.inputs, arguments.inputs + 1})
-        if options.get("norm", "none") == "none" and not tables_needed:
-            # A rotation alone is linear: its input need not outlive the forward.
-            streams = (None,) * len(streams)
-        ctx.save_for_backward(*streams, *rest)
-
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = iter(backward_op(*grads, *ctx.saved_tensors, output_mask=ctx.mask, **ctx.options))
-        result: list[Tensor | None] = [None] * (differentiable[-1] + 1 + arguments.integers)
-        for index, needed in zip(differentiable, ctx.mask, strict=True):
-            if needed:
-                result[index] = next(gradients)
-        return tuple(result[: len(ctx.saved_tensors)])
-
-    def no_double_backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            f"{name} cannot be differentiated twice: its backward is a hand-written kernel. Leave this site unfused."
-        )
-
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
-    torch.library.register_autograd(qualified_backward, no_double_backward, lib=library)
+    name: str, plan: Callable[..., Plan], grad_plan: Callable[..., GradPlan], arguments: Differentiable
+) -> Operator:
+    return register(_library, name, (SCHEMAS[name], SCHEMAS[f"{name}_backward"]), plan, grad_plan, arguments)
 
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_register(_library, "qkv_norm_rope", _qkv_plan, _qkv_grad_plan, Differentiable(inputs=1, parameters=4))
-_register(_library, "qk_norm_rope", _qk_plan, _qk_grad_plan, Differentiable(inputs=2, parameters=4))
-_register(_library, "norm_rope", _plan, _grad_plan, Differentiable(inputs=1, parameters=2))
-_register(_library, "rope", _rope_plan, _rope_grad_plan, Differentiable(inputs=1, parameters=0, integers=3))
+OPERATORS = {
+    "qkv_norm_rope": _register("qkv_norm_rope", _qkv_plan, _qkv_grad_plan, Differentiable(inputs=1, parameters=4)),
+    "qk_norm_rope": _register("qk_norm_rope", _qk_plan, _qk_grad_plan, Differentiable(inputs=2, parameters=4)),
+    "norm_rope": _register("norm_rope", _plan, _grad_plan, Differentiable(inputs=1, parameters=2)),
+    "rope": _register("rope", _rope_plan, _rope_grad_plan, Differentiable(inputs=1, parameters=0, integers=3)),
+}

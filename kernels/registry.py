@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 
 MODULES = ("hopper", "cuda", "triton", "ascend", "reference", "attention_kernels")
-ORDER = ("hopper", "sdpa", "cuda", "triton", "ascend", "ascend_flash", "reference")
+ORDER = ("hopper", "sdpa", "cuda", "triton", "ascend", "ascend_packed", "ascend_flash", "reference")
 
 NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope"})
 
@@ -77,6 +77,12 @@ class Choice:
 
 _kernels: list[Kernel] = []
 _discovered = False
+_generation = 0
+
+
+def generation() -> int:
+    """Changes whenever a kernel is registered: a choice made earlier may not be the choice now."""
+    return _generation
 
 
 def register(kernel: Kernel) -> None:
@@ -89,6 +95,8 @@ def register(kernel: Kernel) -> None:
 def _insert(kernel: Kernel) -> None:
     if any(k.name == kernel.name and k.ops & kernel.ops for k in _kernels):
         raise ValueError(f"kernel {kernel.name!r} is registered already for {sorted(kernel.ops)}; choose another name.")
+    global _generation
+    _generation += 1
     _kernels.insert(0, kernel)
     _kernels.sort(key=lambda k: ORDER.index(k.name) if k.name in ORDER else -1)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .options import Options
+from .replay import Work
 
 
 @dataclass(slots=True)
@@ -88,12 +89,15 @@ class Gradients:
     `weights[i]`, `biases[i]`: for stream i, shaped and typed as the parameter, or None if not needed.
     `cos`, `sin`: per token, [B, S, T] in the arithmetic's dtype, summed over all heads of all streams;
     `fold_table_gradient` finishes them.
+    `works`: see `Backend.forward`; `scratch`: what was allocated for them and is not returned.
     """
 
     weights: list[Tensor | None]
     biases: list[Tensor | None]
     cos: Tensor | None = None
     sin: Tensor | None = None
+    works: Sequence[Work] | None = None
+    scratch: Sequence[Tensor] = ()
 
 
 class Backend(Protocol):
@@ -101,8 +105,12 @@ class Backend(Protocol):
 
     def forward(
         self, streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None
-    ) -> None:
-        """Fill `out` of every stream, and of `copy`."""
+    ) -> Sequence[Work] | None:
+        """Fill `out` of every stream, and of `copy`.
+
+        Returns the launches that did it, if making them again on other tensors of the same shapes, strides and dtypes
+        is the same call (`replay.py`); else None.
+        """
 
     def backward(
         self,

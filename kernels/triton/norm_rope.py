@@ -11,16 +11,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import Launch
 from ..options import Options
+from ..replay import Work
 from ..streams import Copy, Gradients, GradStream, Stream, Tables, arithmetic_dtype
 from .norm_rope_kernels import backward_kernel, forward_kernel, reduce_kernel
 from .norm_rope_tiles import backward_tiles, forward_tiles, next_power_of_2, programs_per_multiprocessor
 
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 _INT32_MAX = 2**31 - 1
+_REDUCED_COLUMNS = 8
+"""Columns a program of the reduction sums: few, so that many programs keep many rows in flight."""
 
 
-def forward(streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None) -> None:
+def forward(
+    streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None
+) -> Sequence[Work]:
     """See `streams.Backend`."""
     q, k = streams[0], streams[1] if len(streams) > 1 else None
     batch, sequence, q_heads, head_dim = q.out.shape
@@ -53,35 +59,38 @@ def forward(streams: Sequence[Stream], tables: Tables | None, options: Options, 
     ko_b, ko_s, _, ko_h = layout.strides(None if k is None else k.out)
     vo_b, vo_s, _, vo_h = layout.strides(None if copy is None else copy.out)
     acc = arithmetic_dtype(q.x.dtype, q.out.dtype)
-    with _device(q.x):
-        forward_kernel[(grid,)](
-            q.x,
-            q.out,
-            none if k is None else k.x,
-            none if k is None else k.out,
-            none if copy is None else copy.x,
-            none if copy is None else copy.out,
-            *geometry.parameters(none),
-            *layout.table_arguments(none),
-            layout.sequence,
-            blocks,
-            *layout.table_strides,
-            *(q_b, q_s, q_g, q_h, k_b, k_s, k_h, v_b, v_s, v_h),
-            *(qo_b, qo_s, qo_h, ko_b, ko_s, ko_h, vo_b, vo_s, vo_h),
-            HQ=q_heads,
-            HK=k_heads,
-            HV=v_heads,
-            GROUP=q.x.shape[3] if q.x.dim() == 5 else 0,
-            **geometry.constants,
-            **layout.constants(tiles.tokens, max(tiles.q_heads, tiles.k_heads, tiles.v_heads)),
-            ACC=_ACC[acc],
-            BT=tiles.tokens,
-            BHQ=tiles.q_heads,
-            BHK=tiles.k_heads,
-            BHV=tiles.v_heads,
-            PAD=next_power_of_2(head_dim),
-            num_warps=tiles.warps,
-        )
+    pointers = [
+        q.x,
+        q.out,
+        none if k is None else k.x,
+        none if k is None else k.out,
+        none if copy is None else copy.x,
+        none if copy is None else copy.out,
+        *geometry.parameters(none),
+        *layout.table_arguments(none),
+    ]
+    numbers = [
+        layout.sequence,
+        blocks,
+        *layout.table_strides,
+        *(q_b, q_s, q_g, q_h, k_b, k_s, k_h, v_b, v_s, v_h),
+        *(qo_b, qo_s, qo_h, ko_b, ko_s, ko_h, vo_b, vo_s, vo_h),
+    ]
+    constants = {
+        "HQ": q_heads,
+        "HK": k_heads,
+        "HV": v_heads,
+        "GROUP": q.x.shape[3] if q.x.dim() == 5 else 0,
+        **geometry.constants,
+        **layout.constants(tiles.tokens, max(tiles.q_heads, tiles.k_heads, tiles.v_heads)),
+        "ACC": _ACC[acc],
+        "BT": tiles.tokens,
+        "BHQ": tiles.q_heads,
+        "BHK": tiles.k_heads,
+        "BHV": tiles.v_heads,
+        "PAD": next_power_of_2(head_dim),
+    }
+    return [_launch(forward_kernel, grid, pointers, numbers, constants, tiles.warps)]
 
 
 def backward(
@@ -137,73 +146,81 @@ def backward(
     def pointer(tensor: Tensor | None) -> Tensor:
         return none if tensor is None else tensor
 
-    with _device(none):
-        backward_kernel[(programs,)](
-            q.grad,
-            pointer(q.x),
-            pointer(q.dx),
-            pointer(None if k is None else k.grad),
-            pointer(None if k is None else k.x),
-            pointer(None if k is None else k.dx),
-            pointer(None if copy is None else copy.x),
-            pointer(None if copy is None else copy.out),
-            *geometry.parameters(none),
-            *layout.table_arguments(none),
-            pointer(partial),
-            pointer(dcos),
-            pointer(dsin),
-            layout.sequence,
-            blocks,
-            total,
-            *layout.table_strides,
-            *(gq_b, gq_s, gq_h, q_b, q_s, q_g, q_h, dq_b, dq_s, dq_g, dq_h),
-            *(gk_b, gk_s, gk_h, k_b, k_s, k_h, dk_b, dk_s, dk_h, gv_b, gv_s, gv_h, dv_b, dv_s, dv_h),
-            HQ=q_heads,
-            HK=k_heads,
-            HV=copy.x.shape[2] if copy is not None else 0,
-            GROUP=grouped,
-            **geometry.constants,
-            **layout.constants(tiles.tokens, max(tiles.q_heads, tiles.k_heads, tiles.v_heads)),
-            HAS_X=q.x is not None,
-            NEEDS_DQ=q.dx is not None,
-            NEEDS_DK=k is not None and k.dx is not None,
-            NEEDS_QW=sizes[0] > 0,
-            NEEDS_QB=sizes[1] > 0,
-            NEEDS_KW=sizes[2] > 0,
-            NEEDS_KB=sizes[3] > 0,
-            NEEDS_TABLES=needs_tables,
-            COLUMNS=sum(sizes),
-            ACC=_ACC[acc],
-            BT=tiles.tokens,
-            BHQ=tiles.q_heads,
-            BHK=tiles.k_heads,
-            BHV=tiles.v_heads,
-            PAD=next_power_of_2(head_dim),
-            num_warps=tiles.warps,
-        )
-        if partial is not None:
-            _reduce(partial, outputs, sizes, acc)
-    return Gradients(outputs[0::2], outputs[1::2], dcos, dsin)
+    pointers = [
+        q.grad,
+        pointer(q.x),
+        pointer(q.dx),
+        pointer(None if k is None else k.grad),
+        pointer(None if k is None else k.x),
+        pointer(None if k is None else k.dx),
+        pointer(None if copy is None else copy.x),
+        pointer(None if copy is None else copy.out),
+        *geometry.parameters(none),
+        *layout.table_arguments(none),
+        pointer(partial),
+        pointer(dcos),
+        pointer(dsin),
+    ]
+    numbers = [
+        layout.sequence,
+        blocks,
+        total,
+        *layout.table_strides,
+        *(gq_b, gq_s, gq_h, q_b, q_s, q_g, q_h, dq_b, dq_s, dq_g, dq_h),
+        *(gk_b, gk_s, gk_h, k_b, k_s, k_h, dk_b, dk_s, dk_h, gv_b, gv_s, gv_h, dv_b, dv_s, dv_h),
+    ]
+    constants = {
+        "HQ": q_heads,
+        "HK": k_heads,
+        "HV": copy.x.shape[2] if copy is not None else 0,
+        "GROUP": grouped,
+        **geometry.constants,
+        **layout.constants(tiles.tokens, max(tiles.q_heads, tiles.k_heads, tiles.v_heads)),
+        "HAS_X": q.x is not None,
+        "NEEDS_DQ": q.dx is not None,
+        "NEEDS_DK": k is not None and k.dx is not None,
+        "NEEDS_QW": sizes[0] > 0,
+        "NEEDS_QB": sizes[1] > 0,
+        "NEEDS_KW": sizes[2] > 0,
+        "NEEDS_KB": sizes[3] > 0,
+        "NEEDS_TABLES": needs_tables,
+        "COLUMNS": sum(sizes),
+        "ACC": _ACC[acc],
+        "BT": tiles.tokens,
+        "BHQ": tiles.q_heads,
+        "BHK": tiles.k_heads,
+        "BHV": tiles.v_heads,
+        "PAD": next_power_of_2(head_dim),
+    }
+    works = [_launch(backward_kernel, programs, pointers, numbers, constants, tiles.warps)]
+    if partial is not None:
+        works.append(_reduce(partial, outputs, sizes, acc))
+    scratch = () if partial is None else (partial,)
+    return Gradients(outputs[0::2], outputs[1::2], dcos, dsin, works, scratch)
 
 
-def _reduce(partial: Tensor, outputs: Sequence[Tensor | None], sizes: Sequence[int], acc: torch.dtype) -> None:
+def _reduce(partial: Tensor, outputs: Sequence[Tensor | None], sizes: Sequence[int], acc: torch.dtype) -> Work:
     present = [out for out in outputs if out is not None]
+    pointers = [partial, *(present + [present[0]] * 3)[:4]]
     columns = [size for size in sizes if size] + [0] * 4
-    pointers = (present + [present[0]] * 3)[:4]
-    cols = 8
-    reduce_kernel[(triton.cdiv(partial.shape[1], cols),)](
-        partial,
-        *pointers,
-        partial.shape[0],
-        SIZE0=columns[0],
-        SIZE1=columns[1],
-        SIZE2=columns[2],
-        SIZE3=columns[3],
-        ACC=_ACC[acc],
-        ROWS=256,
-        COLS=cols,
-        num_warps=8,
-    )
+    constants = {f"SIZE{i}": columns[i] for i in range(4)}
+    constants |= {"ACC": _ACC[acc], "ROWS": 256, "COLS": _REDUCED_COLUMNS}
+    programs = triton.cdiv(partial.shape[1], _REDUCED_COLUMNS)
+    return _launch(reduce_kernel, programs, pointers, [partial.shape[0]], constants, warps=8)
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    pointers: Sequence[Tensor],
+    numbers: Sequence[int],
+    constants: dict[str, Any],
+    warps: int,
+) -> Work:
+    dtypes = [tensor.dtype for tensor in pointers]
+    launch = Launch(kernel, (programs,), pointers[0].device, dtypes, numbers, constants, num_warps=warps)
+    launch.on(pointers)
+    return Work(launch, pointers)
 
 
 class _Geometry:
@@ -352,8 +369,3 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1  # the interpreter
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _device(x: Tensor) -> Any:
-    """Triton launches on the current device."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else torch.no_grad()

@@ -46,6 +46,7 @@ class Recorder:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self.arg_names = kernel.arg_names
         self.launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -1,0 +1,168 @@
+"""Launch a Triton or Gluon kernel without hashing its arguments again on every call.
+
+`kernel[grid](...)` costs 100 microseconds and more for a kernel with fifty compile-time arguments: each call binds
+them, computes what every argument specialises the kernel on, and hashes all of it. A `Launch` does that once. It
+keeps the grid, the numbers and the compile-time arguments; what remains of a call is the addresses:
+
+    launch = Launch(kernel, grid, device, dtypes, numbers, constants, num_warps=4)  # once per shape, kept by the caller
+    launch(addresses)                                                               # every call
+
+The first call goes through Triton as usual and yields the compiled kernel. Later calls hand it straight to Triton's own
+launcher, on the current stream, so CUDA graphs capture them like any other launch.
+
+Triton specialises a kernel on: the dtype of every pointer and whether it is a multiple of 16; whether an integer is 1
+or a multiple of 16, and its width; the compile-time arguments; num_warps and the like; the device. Here all of these
+are fixed but the alignment, so that is the key. Whatever this module does not know takes Triton's way with the same
+result: the interpreter, launch hooks (profilers), pre-run hooks, back ends other than CUDA.
+
+Read in Triton 3.6, 3.7, 3.8 and 3.9: `CompiledKernel.run(grid_x, grid_y, grid_z, stream, function, packed_metadata,
+launch_metadata, enter_hook, exit_hook, *arguments)`, where a pointer may be an integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import JITFunction, driver
+
+Grid = tuple[int, ...]
+
+_ALIGNMENT = 16
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A pointer as Triton takes one: an address with a dtype."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+class Launch:
+    """A kernel with all its arguments but the addresses.
+
+    The kernel's parameters stand in the order: pointers (`dtypes`, one each), numbers, compile-time arguments
+    (`constants`, by name). `device`: where the pointers point. Further keywords (`num_warps`, ...) are Triton's.
+    """
+
+    __slots__ = (
+        "_aligned", "_constants", "_dtypes", "_grid", "_index", "_kernel", "_numbers", "_options", "_tail", "_variants",
+        "repeatable",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        device: torch.device,
+        dtypes: Sequence[torch.dtype],
+        numbers: Sequence[float],
+        constants: Mapping[str, Any],
+        **options: Any,
+    ) -> None:
+        self._kernel, self._grid, self._dtypes, self._numbers = kernel, grid, tuple(dtypes), tuple(numbers)
+        self._constants, self._options = dict(constants), options
+        self._index = device.index if device.type == "cuda" else -1
+        self.repeatable = device.type == "cuda" and isinstance(kernel, JITFunction)
+        runtime = len(self._dtypes) + len(self._numbers)
+        names = list(kernel.arg_names)
+        if set(names[runtime:]) != set(self._constants):
+            raise TypeError(
+                f"{names} takes pointers, then numbers, then compile-time arguments; the call has {len(self._dtypes)} "
+                f"pointers, {len(self._numbers)} numbers and the compile-time arguments {sorted(self._constants)}."
+            )
+        self._tail = (*self._numbers, *(self._constants[name] for name in names[runtime:]))
+        # The compiled kernel where every pointer is aligned, and for other combinations.
+        self._aligned: Callable[..., None] | None = None
+        self._variants: dict[tuple[bool, ...], Callable[..., None]] = {}
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        """Launch on the current stream of the device. `addresses`: one a pointer."""
+        if self._index >= 0 and _current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self._launch(addresses)
+        return self._launch(addresses)
+
+    def on(self, tensors: Sequence[Tensor]) -> None:
+        """`__call__` with the tensors' addresses. Triton's interpreter needs the tensors."""
+        if self.repeatable:
+            self([tensor.data_ptr() for tensor in tensors])
+        else:
+            self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
+
+    def _launch(self, addresses: Sequence[int]) -> None:
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if bits % _ALIGNMENT == 0:
+            run = self._aligned
+        else:
+            run = self._variants.get(tuple(address % _ALIGNMENT == 0 for address in addresses))
+        if run is None or _hooked(self._kernel):
+            self._through_triton(addresses, aligned=bits % _ALIGNMENT == 0)
+        else:
+            run(addresses, self._tail)
+
+    def _through_triton(self, addresses: Sequence[int], aligned: bool) -> None:
+        pointers = map(Address, addresses, self._dtypes)
+        compiled = self._kernel[self._grid](*pointers, *self._numbers, **self._constants, **self._options)
+        run = _direct_launch(compiled, self._grid, self._index) if self.repeatable else None
+        if run is None:
+            return
+        if aligned:
+            self._aligned = run
+        else:
+            self._variants[tuple(address % _ALIGNMENT == 0 for address in addresses)] = run
+
+
+def compiled_launch(compiled: Any, grid: Grid, device: torch.device) -> Callable[..., None]:
+    """`compiled[grid]` of a compiled kernel that is loaded on `device`, to be kept: called with all of the kernel's
+    arguments, in order. For kernels that are compiled by hand (`triton.compile`)."""
+    run = _direct_launch(compiled, grid, device.index)
+
+    def launch(*arguments: Any) -> None:
+        if _current_device() != device.index:
+            with torch.cuda.device(device):
+                launch(*arguments)
+        elif run is None or _hooked(None):
+            compiled[grid](*arguments)
+        else:
+            run(arguments, ())
+
+    return launch
+
+
+def _direct_launch(compiled: Any, grid: Grid, index: int) -> Callable[..., None] | None:
+    """A function that launches with (arguments, more arguments), or None where this Triton's launcher is another."""
+    if driver.active.get_current_target().backend != "cuda":
+        return None
+    run = getattr(compiled, "run", None)
+    function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
+    if run is None or function is None or metadata is None:
+        return None
+    x, y, z = (*grid, 1, 1)[:3]
+    current_stream = driver.active.get_current_stream
+
+    def launch(arguments: Sequence[Any], more: Sequence[Any]) -> None:
+        run(x, y, z, current_stream(index), function, metadata, None, None, None, *arguments, *more)
+
+    return launch
+
+
+def _hooked(kernel: Any) -> bool:
+    """Someone wants to see every launch as Triton makes it."""
+    runtime = knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if getattr(hook, "calls", hook):  # a chain of hooks, or one function
+            return True
+    return bool(getattr(kernel, "pre_run_hooks", None))

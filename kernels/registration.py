@@ -1,0 +1,235 @@
+"""From a schema and two plans to an operator in `torch.ops.fusion_pass`: kernel, fake, autograd, and the short way in.
+
+A call reaches the kernel by one of three ways, with the same result:
+
+    torch.ops       schema check, autograd key (`Operator.autograd`), then `Operator.forward`. The dispatcher takes
+                    more time to convert the arguments than a launch takes.
+    Operator(...)   what `functional.py` calls. In plain eager mode, for shapes that were seen, straight to the replay
+                    of the earlier call; all else (tracing, modes, subclasses, a profiler, new shapes) takes the way
+                    above.
+    the fake        stops after planning.
+
+The backward is an operator too (`<name>_backward`), so AOTAutograd traces it like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+
+from . import registry
+from .replay import Key, Replay, Work, call_key
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_BACKENDS = frozenset({DispatchKey.CPU, DispatchKey.CUDA})
+_KEPT_REPLAYS = 4096
+
+
+class Planned(Protocol):
+    """A checked call whose results are allocated."""
+
+    scratch: Sequence[Tensor]
+    """After `run`: what else the call allocated for its launches."""
+    works: Sequence[Work] | None
+    """After `run`: the launches, if repeating them repeats the call."""
+
+    def run(self) -> list[Tensor]:
+        """Fill the results and return them."""
+
+    def fake(self) -> list[Tensor]:
+        """The results, unfilled."""
+
+
+@dataclass(frozen=True)
+class Differentiable:
+    """Where the differentiable arguments of an operator stand: `inputs` are the streams' tensors, then cos, sin,
+    weights and biases.
+
+    `positions` and the other integer tensors are passed on to the backward and have no gradient.
+    """
+
+    inputs: int
+    parameters: int
+    integers: int = 1
+
+    def indices(self) -> list[int]:
+        first_parameter = self.inputs + 2 + self.integers
+        return [*range(self.inputs + 2), *range(first_parameter, first_parameter + self.parameters)]
+
+
+class Operator:
+    """One operator. `plan` checks a call and allocates its results."""
+
+    def __init__(
+        self, library: torch.library.Library, name: str, schema: str, plan: Callable[..., Planned], returns_list: bool
+    ) -> None:
+        self.name = name
+        self._plan = plan
+        self._returns_list = returns_list
+        self._replays: dict[Key, Replay] = {}
+        self.function: type[torch.autograd.Function] | None = None
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        self.overload = getattr(getattr(torch.ops, library.ns), name).default
+        arguments = self.overload._schema.arguments
+        self._positional = sum(not a.kwarg_only for a in arguments)
+        self._defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
+        library.impl(name, self.forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        library.impl(name, self.autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"{library.ns}::{name}", self.fake, lib=library)
+
+    def __call__(self, *args: Tensor | None, **options: Any) -> Any:
+        """As `torch.ops.fusion_pass.<name>`."""
+        if torch.compiler.is_compiling() or not plain(args):
+            return self.overload(*args, **options)
+        replay = self._replays.get(self._key(args, options))
+        if replay is None:
+            return self.overload(*args, **options)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            assert self.function is not None
+            return self.function.apply(  # type: ignore[no-untyped-call]
+                replay, options, *args
+            )
+        return self._returned(replay(args))
+
+    def forward(self, *args: Tensor | None, **options: Any) -> Any:
+        """The kernel behind all dispatch keys."""
+        key = self._key(args, options)
+        replay = self._replays.get(key)
+        if replay is not None:
+            return self._returned(replay(args))
+        with torch._C._AutoDispatchBelowAutograd():
+            planned = self._plan(*args, **options)
+            results = planned.run()
+            replay = Replay.of(args, results, planned.scratch, planned.works)
+        if replay is not None:
+            if len(self._replays) >= _KEPT_REPLAYS:
+                self._replays.clear()
+            self._replays[key] = replay
+        return self._returned(results)
+
+    def fake(self, *args: Any, **options: Any) -> Any:
+        """Results of the right shapes, dtypes and strides."""
+        return self._returned(self._plan(*args, **options).fake())
+
+    def autograd(self, keyset: DispatchKeySet, *args: Tensor | None, **options: Any) -> Any:
+        """The kernel of the autograd keys."""
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            assert self.function is not None
+            return self.function.apply(  # type: ignore[no-untyped-call]
+                keyset, options, *args
+            )
+        return self.below_autograd(keyset, args, options)
+
+    def below_autograd(
+        self, way: DispatchKeySet | Replay, args: Sequence[Tensor | None], options: dict[str, Any]
+    ) -> Any:
+        """The results without a recorded gradient. `way`: how the call came."""
+        if isinstance(way, Replay):
+            return self._returned(way(args))
+        rest = way & torch._C._after_autograd_keyset
+        if rest.highestPriorityTypeId() in _BACKENDS:
+            return self.forward(*args, **options)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload.redispatch(rest, *args, **options)
+
+    def padded(self, args: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """All positional arguments: the dispatcher drops those at the end that are None."""
+        return (*args, *(None,) * (self._positional - len(args)))
+
+    def _key(self, args: Sequence[Tensor | None], options: dict[str, Any]) -> Key:
+        return (registry.generation(), *call_key(self.padded(args), options, self._defaults))
+
+    def _returned(self, results: list[Tensor]) -> Any:
+        if self._returns_list:
+            return results
+        return tuple(results) if len(results) > 1 else results[0]
+
+
+def plain(args: Sequence[object]) -> bool:
+    """Plain tensors in plain eager mode: nobody traces, transforms, overrides or profiles the call."""
+    for argument in args:
+        if type(argument) not in _PLAIN_TYPES:
+            return False
+    c = torch._C
+    return not (
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or c._are_functorch_transforms_active()
+        or c._autograd._profiler_enabled()
+        or c._get_tracing_state()
+    )
+
+
+def register(
+    library: torch.library.Library,
+    name: str,
+    schemas: tuple[str, str],
+    plan: Callable[..., Planned],
+    grad_plan: Callable[..., Planned],
+    arguments: Differentiable,
+) -> Operator:
+    """Define `name` and `name_backward` (`schemas`: of the two)."""
+    operator = Operator(library, name, schemas[0], plan, returns_list=False)
+    backward = Operator(library, f"{name}_backward", schemas[1], grad_plan, returns_list=True)
+    operator.function = _differentiable(operator, backward, arguments)
+    backward.function = _not_differentiable(backward, name)
+    return operator
+
+
+def _differentiable(operator: Operator, backward: Operator, arguments: Differentiable) -> type[torch.autograd.Function]:
+    indices = arguments.indices()
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, way: DispatchKeySet | Replay, options: dict[str, Any], *args: Tensor | None
+        ) -> Tensor | tuple[Tensor, ...]:
+            given = operator.padded(args)
+            results: Tensor | tuple[Tensor, ...] = operator.below_autograd(way, given, options)
+            needs = ctx.needs_input_grad
+            ctx.mask = [i < len(args) and needs[i + 2] for i in indices]
+            ctx.arguments = len(args)
+            first = given[0]
+            assert first is not None
+            ctx.options = {k: v for k, v in options.items() if k != "out_order" and k != "out_dtype"}
+            ctx.options["in_dtype"] = first.dtype
+            tables_needed = ctx.mask[arguments.inputs] or ctx.mask[arguments.inputs + 1]
+            if options.get("norm", "none") == "none" and not tables_needed:
+                # A rotation alone is linear: its input need not outlive the forward.
+                given = (*(None,) * arguments.inputs, *given[arguments.inputs :])
+            ctx.save_for_backward(*given)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            gradients = iter(backward(*grads, *ctx.saved_tensors, output_mask=ctx.mask, **ctx.options))
+            result: list[Tensor | None] = [None] * (2 + ctx.arguments)
+            for index, needed in zip(indices, ctx.mask, strict=True):
+                if needed:
+                    result[index + 2] = next(gradients)
+            return tuple(result)
+
+    Function.__name__ = Function.__qualname__ = operator.name
+    return Function
+
+
+def _not_differentiable(operator: Operator, name: str) -> type[torch.autograd.Function]:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, way: DispatchKeySet | Replay, options: dict[str, Any], *args: Tensor | None) -> Any:
+            return tuple(operator.below_autograd(way, args, options))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            raise NotImplementedError(
+                f"{name} cannot be differentiated twice: its backward is a hand-written kernel. "
+                "Leave this site unfused."
+            )
+
+    Function.__name__ = Function.__qualname__ = operator.name
+    return Function
