@@ -167,6 +167,9 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     **{field.name: _parse_bool for field in fields(FusionConfig) if isinstance(field.default, bool)},
 }
 
+# Places, not settings: what is computed does not depend on them.
+_NOT_SETTINGS = frozenset({"cuda_cache"})  # kernels/cuda/compiler.py
+
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """The settings present in `environment`. An unknown `FUSION_PASS_*` name raises: a misspelt switch must not be
@@ -176,6 +179,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = variable[len(ENVIRONMENT_PREFIX) :].lower()
+        if name in _NOT_SETTINGS:
+            continue
         if name not in _PARSERS:
             known = ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in _PARSERS)
             raise ConfigError(f"The environment sets {variable}, which is no setting; the settings are {known}.")

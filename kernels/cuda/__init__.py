@@ -1,0 +1,57 @@
+"""The norm + rotation operators in CUDA C++, compiled at run time by NVRTC (docs/cuda.md).
+
+    source/*.cuh               the kernels: lanes.cuh (which lanes a thread holds) first
+    instance.py, tiles.py      the constants a kernel is compiled with
+    site.py, parameters.py     the arguments it is launched with
+    norm_rope.py               from streams to launches
+    compiler.py, launch.py     NVRTC and the cache of cubins; cuLaunchKernel
+
+This module imports with torch alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+
+import torch
+
+from ..options import Options
+from ..registry import NORM_ROPE_OPS, Kernel, Request
+
+
+@lru_cache
+def _available() -> str | None:
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "there is no CUDA device."
+    from .compiler import unavailable
+
+    return unavailable()
+
+
+def _supports(request: Request) -> str | None:
+    if request.device.type != "cuda":
+        return f"the tensors are on {request.device.type}, it takes cuda."
+    if torch.cuda.get_device_capability(request.device)[0] < 8:
+        return "the device is older than sm_80, whose conversion instructions it is written with."
+    shape = next((request.shapes[name] for name in ("x", "q", "qkv") if name in request.shapes), ())
+    head_dim = request.options.get("head_dim") or (shape[-1] if shape else None)
+    if not isinstance(head_dim, int):
+        return None
+    from .norm_rope import unsupported
+
+    options = Options(
+        norm=str(request.options.get("norm", "none")), norm_scope=str(request.options.get("norm_scope", "head"))
+    )
+    return unsupported(options, head_dim)
+
+
+KERNELS = (
+    Kernel(
+        name="cuda",
+        ops=NORM_ROPE_OPS,
+        load=lambda: importlib.import_module(f"{__name__}.norm_rope"),
+        available=_available,
+        supports=_supports,
+    ),
+)

@@ -1,0 +1,298 @@
+"""The `cuda` back end of the norm + rotation operators: from streams to launches.
+
+`forward_work` and `backward_work` only prepare; they need no GPU, and the tests compile what they prepare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..options import Options
+from ..replay import Work
+from ..streams import Copy, Gradients, GradStream, Stream, Tables, arithmetic_dtype
+from .instance import (
+    ELEMENTS,
+    Access,
+    Constant,
+    Instance,
+    heads_per_warp,
+    lane_access,
+    option_constants,
+    slot_constants,
+    table_access,
+    tile_constants,
+)
+from .launch import Arguments, Launch
+from .parameters import KINDS, ParameterGradient, Parameters
+from .site import Site
+from .tiles import TABLE_GRADIENT_WARPS, backward_tile, forward_tile
+
+# As in source/reduce.cuh.
+_REDUCE_COLUMNS, _REDUCE_THREADS = 8, 256
+
+
+def unsupported(options: Options, head_dim: int) -> str | None:
+    """None, or why these options cannot be computed here."""
+    if options.norm != "none" and options.norm_scope == "hidden":
+        return "norm_scope is 'hidden', it takes 'head'."
+    if head_dim % 2 or head_dim > 512:
+        return f"head_dim is {head_dim}, it takes even ones up to 512."
+    return None
+
+
+def forward(
+    streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None
+) -> Sequence[Work] | None:
+    """See `streams.Backend`."""
+    work = forward_work(streams, tables, options, copy)
+    _launch(work)
+    return [work]
+
+
+def backward(
+    streams: Sequence[GradStream],
+    tables: Tables | None,
+    options: Options,
+    copy: Copy | None = None,
+    needs_tables: bool = False,
+) -> Gradients:
+    """See `streams.Backend`."""
+    prepared = BackwardWork(streams, tables, options, copy, needs_tables, _multiprocessors(streams[0].grad.device))
+    for work in prepared.works:
+        _launch(work)
+    return prepared.gradients()
+
+
+def forward_work(streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None) -> Work:
+    """The launch that fills `out` of every stream, and of `copy`."""
+    _check(options, streams[0].out.shape[3])
+    q = streams[0]
+    inputs, results = [s.x for s in streams], [s.out for s in streams]
+    moved = [] if copy is None else [copy.x, copy.out]
+    site = Site(options, tables, results, None if copy is None else copy.x, [*inputs, *results, *moved])
+    parameters = Parameters(streams, site.heads, options.norm == "rms_one_plus")
+    acc = arithmetic_dtype(q.x.dtype, q.out.dtype)
+    slots = slot_constants(q.x.element_size(), site.head_dim, options)
+    pairs = int(slots["PAIRS"])
+    constants: dict[str, Constant] = {
+        **slots,
+        **option_constants(options),
+        **site.constants(),
+        **parameters.constants(),
+        "IN_PLACE": any(s.x is s.out for s in streams),
+    }
+    accesses = {
+        "IN_BYTES": lane_access([*inputs, *moved[:1]], pairs),
+        "OUT_BYTES": lane_access(results, pairs),
+        "MOVE_BYTES": lane_access(moved[1:] or inputs[:1], pairs),
+        "TABLE_BYTES": _table_access(site, slots, options),
+        "PARAM_BYTES": parameters.access(pairs),
+    }
+    types = {"In": ELEMENTS[q.x.dtype], "Out": ELEMENTS[q.out.dtype], "Acc": ELEMENTS[acc]}
+    tile = forward_tile(constants, accesses, acc.itemsize)
+    instance = Instance(
+        "forward",
+        {**types, **site.tables.types(), **parameters.types()},
+        {**constants, **tile_constants(tile)},
+        accesses,
+    )
+    arguments = Arguments()
+    for tensor in (*_padded(inputs, 2), *_padded(moved[:1], 1), *_padded(results, 2), *_padded(moved[1:], 1)):
+        site.write_heads(arguments, tensor)
+    parameters.write(arguments)
+    site.write_tables(arguments)
+    site.write_size(arguments)
+    arguments.real(options.eps or 0.0)
+    groups = -(-sum(site.heads) // (heads_per_warp(slots) * tile.unroll))
+    blocks = -(-site.tokens * groups // tile.warps)
+    return Work(Launch(instance, blocks, 32 * tile.warps, arguments, q.x.device), arguments.tensors)
+
+
+class BackwardWork:
+    """The launches that fill `dx` of every stream and `copy.out`, and the gradients that they leave."""
+
+    def __init__(
+        self,
+        streams: Sequence[GradStream],
+        tables: Tables | None,
+        options: Options,
+        copy: Copy | None,
+        needs_tables: bool,
+        multiprocessors: int,
+    ) -> None:
+        _check(options, streams[0].grad.shape[3])
+        self._streams, self._options, self._copy = streams, options, copy
+        self._grads = [s.grad for s in streams]
+        self._read = [s.x for s in streams if s.x is not None]
+        self._filled = [s.dx for s in streams if s.dx is not None]
+        moved = [] if copy is None else [copy.x, copy.out]
+        activations = [*self._grads, *self._read, *self._filled, *moved]
+        self._site = Site(options, tables, self._grads, None if copy is None else copy.x, activations)
+        self._parameters = Parameters(streams, self._site.heads, options.norm == "rms_one_plus")
+        self._acc = arithmetic_dtype(*(t.dtype for t in activations))
+        in_dtype = next((t.dtype for t in (*self._read, *self._filled)), self._grads[0].dtype)
+        self._slots = slot_constants(in_dtype.itemsize, self._site.head_dim, options)
+        self._types = {
+            "In": ELEMENTS[in_dtype],
+            "Grad": ELEMENTS[self._grads[0].dtype],
+            "Acc": ELEMENTS[self._acc],
+            **self._site.tables.types(),
+            **self._parameters.types(),
+        }
+        self.works: list[Work] = []
+        self._scratch: list[Tensor] = []
+        self._parameter_gradients: dict[tuple[str, int], ParameterGradient] = {}
+        self._dcos: Tensor | None = None
+        self._dsin: Tensor | None = None
+        self._kinds = [kind for kind in KINDS if any(getattr(s, f"needs_{kind}") for s in streams)]
+        if self._filled or self._kinds or copy is not None:
+            self._add_main(multiprocessors)
+        if needs_tables:
+            self._add_table_gradient()
+
+    def gradients(self) -> Gradients:
+        """After the launches."""
+        found = self._parameter_gradients
+        weights, biases = (
+            [found[kind, i].finish() if (kind, i) in found else None for i in range(len(self._streams))]
+            for kind in KINDS
+        )
+        # A gradient that is finished outside of the launches is not repeated by them.
+        works = self.works if all(g.direct for g in found.values()) else None
+        return Gradients(weights, biases, self._dcos, self._dsin, works, self._scratch)
+
+    def _constants(self) -> dict[str, Constant]:
+        return {
+            **self._slots,
+            **option_constants(self._options),
+            **self._site.constants(),
+            **self._parameters.constants(),
+        }
+
+    def _accesses(self) -> dict[str, Access]:
+        pairs = int(self._slots["PAIRS"])
+        copy = self._copy
+        inputs = [*self._read, *([] if copy is None else [copy.x])]
+        outputs = [*self._filled, *([] if copy is None else [copy.out])]
+        return {
+            "IN_BYTES": lane_access(inputs or self._grads, pairs),
+            "GRAD_BYTES": lane_access(self._grads, pairs),
+            "DX_BYTES": lane_access(outputs or self._grads, pairs),
+            "TABLE_BYTES": _table_access(self._site, self._slots, self._options),
+            "PARAM_BYTES": self._parameters.access(pairs),
+        }
+
+    def _add_main(self, multiprocessors: int) -> None:
+        site, streams, copy = self._site, self._streams, self._copy
+        constants = {
+            **self._constants(),
+            "HAS_X": self._options.norm != "none",
+            "NEEDS_WEIGHT": "weight" in self._kinds,
+            "NEEDS_BIAS": "bias" in self._kinds,
+        }
+        accesses = self._accesses()
+        tile = backward_tile(constants, accesses, self._acc.itemsize)
+        instance = Instance("backward", self._types, {**constants, **tile_constants(tile)}, accesses)
+        groups = -(-sum(site.heads) // heads_per_warp(self._slots))
+        # Every slice of the tokens is walked by all groups of heads: whole rounds of groups fill whole blocks.
+        round_ = groups // math.gcd(groups, tile.warps)
+        needed = -(-site.tokens * groups // tile.warps)
+        blocks = -(-needed // round_)
+        if self._kinds:
+            blocks = min(blocks, max(1, multiprocessors * tile.blocks // round_))
+        blocks *= round_
+        partial = None
+        if self._kinds:
+            columns = len(self._kinds) * sum(self._parameters.columns(i) for i in range(len(streams)))
+            rows = blocks * tile.warps // groups if self._parameters.per_head else blocks
+            partial = torch.empty((rows, columns), dtype=self._acc, device=self._grads[0].device)
+            self._scratch.append(partial)
+        arguments = Arguments()
+        moved, filled = (None, None) if copy is None else (copy.x, copy.out)
+        x = [s.x for s in streams] if constants["HAS_X"] else []
+        for tensor in (
+            *(*_padded(self._grads, 2), moved),
+            *_padded(x, 2),
+            *(*_padded([s.dx for s in streams], 2), filled),
+        ):
+            site.write_heads(arguments, tensor)
+        self._write_rest(arguments, [partial])
+        self._add(instance, blocks, 32 * tile.warps, arguments)
+        if partial is not None:
+            self._add_reduction(partial)
+
+    def _add_reduction(self, partial: Tensor) -> None:
+        arguments = Arguments()
+        arguments.address(partial)
+        ends: list[int] = []
+        outputs: list[Tensor | None] = []
+        for i, stream in enumerate(self._streams):
+            for kind in self._kinds:
+                ends.append((ends[-1] if ends else 0) + self._parameters.columns(i))
+                outputs.append(None)
+                if getattr(stream, f"needs_{kind}"):
+                    gradient = self._parameters.gradient(kind, i)
+                    self._parameter_gradients[kind, i] = gradient
+                    outputs[-1] = gradient.target
+        for output in (outputs + [None] * 4)[:4]:
+            arguments.address(output)
+        arguments.integers(*(ends + [ends[-1]] * 4)[:4])
+        arguments.integers(*partial.shape)
+        self._scratch += [g.target for g in self._parameter_gradients.values() if not g.direct]
+        types = {"Acc": ELEMENTS[self._acc], **self._parameters.types()}
+        self._add(Instance("reduce", types, {}), -(-ends[-1] // _REDUCE_COLUMNS), _REDUCE_THREADS, arguments)
+
+    def _add_table_gradient(self) -> None:
+        site, warps = self._site, TABLE_GRADIENT_WARPS
+        entries = site.tables.entries
+        shape = (site.batch, site.length, entries)
+        self._dcos = torch.empty(shape, dtype=self._acc, device=self._grads[0].device)
+        self._dsin = torch.empty_like(self._dcos)
+        constants = {**self._constants(), "WARPS": warps, "V_HEADS": 0}
+        arguments = Arguments()
+        for tensor in (*_padded(self._grads, 2), *_padded([s.x for s in self._streams], 2)):
+            site.write_heads(arguments, tensor)
+        self._write_rest(arguments, [self._dcos, self._dsin])
+        instance = Instance("table_gradient", self._types, constants, self._accesses())
+        self._add(instance, -(-site.tokens // warps), 32 * warps, arguments)
+
+    def _write_rest(self, arguments: Arguments, outputs: Sequence[Tensor | None]) -> None:
+        self._parameters.write(arguments)
+        self._site.write_tables(arguments)
+        for output in outputs:
+            arguments.address(output)
+        self._site.write_size(arguments)
+        arguments.real(self._options.eps or 0.0)
+
+    def _add(self, instance: Instance, blocks: int, threads: int, arguments: Arguments) -> None:
+        launch = Launch(instance, blocks, threads, arguments, self._grads[0].device)
+        self.works.append(Work(launch, arguments.tensors))
+
+
+def _padded(tensors: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
+    return [*tensors, *[None] * (count - len(tensors))]
+
+
+def _check(options: Options, head_dim: int) -> None:
+    reason = unsupported(options, head_dim)
+    if reason is not None:
+        raise NotImplementedError(f"backend='cuda' cannot compute this: {reason} Pass backend='auto'.")
+
+
+def _table_access(site: Site, slots: dict[str, Constant], options: Options) -> Access:
+    view = site.tables.view
+    return Access(4, 4) if view is None else table_access(view, slots, options)
+
+
+def _launch(work: Work) -> None:
+    work.launch([tensor.data_ptr() for tensor in work.tensors])
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,148 @@
+// Backward, given g, the gradient of the result (the formulas stand in kernels/reference.py):
+//
+//   norm first:  n = R' g,   xhat = x r(x),      dw = sum n xhat,   db = sum n,   dx = norm'(n w)
+//   norm last:   z = R x,    xhat = z r(z),      dw = sum g xhat,   db = sum g,   dx = R' norm'(g w)
+//
+// The norm is recomputed from x, which is read anyway; nothing else was saved. dq, dk and dv go into one buffer in one
+// pass. A warp keeps one group of heads and walks over the tokens, so the sums of dw and db stay in its registers; at
+// the end a block adds its warps' sums in a fixed order and writes one row of `partial`, which reduce.cuh adds up. The
+// grid decides the order, and is the same from run to run: so are the bits.
+//
+// Traffic, with E the bytes of an element: 3 E (Hq + Hk) D + 2 E Hv D + 2 T bytes a token, T the bytes of its cos
+// (2 E (Hq + Hk) D where there is no norm: x is not read).
+#pragma once
+#include "norm.cuh"
+#include "streams.cuh"
+
+struct BackwardArguments {
+  Heads q_grad, k_grad, v_grad, q, k, dq, dk, dv;
+  Parameters parameters;
+  Tables tables;
+  Acc* partial;  // [blocks, COLUMNS]; with one row a head in the parameters [slices, COLUMNS]
+  long long tokens, sequence;
+  double eps;
+};
+
+constexpr int GROUPS = (ALL_HEADS + HEADS_PER_WARP - 1) / HEADS_PER_WARP;
+constexpr int SUMS = int(NEEDS_WEIGHT) + int(NEEDS_BIAS);
+// Columns of a row of `partial`: q_weight, q_bias, k_weight, k_bias, those that are needed.
+constexpr int Q_COLUMNS = PER_HEAD ? Q_HEADS * HEAD_DIM : HEAD_DIM;
+constexpr int K_COLUMNS = K_HEADS == 0 ? 0 : PER_HEAD ? K_HEADS * HEAD_DIM : HEAD_DIM;
+constexpr int COLUMNS = SUMS * (Q_COLUMNS + K_COLUMNS);
+
+__device__ __forceinline__ void accumulate(Tile& sum, const Tile& x, const Tile& y) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      sum.a[c][i] += x.a[c][i] * y.a[c][i];
+      sum.b[c][i] += x.b[c][i] * y.b[c][i];
+    }
+  }
+}
+
+__device__ __forceinline__ void accumulate(Tile& sum, const Tile& x) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      sum.a[c][i] += x.a[c][i];
+      sum.b[c][i] += x.b[c][i];
+    }
+  }
+}
+
+// Writes a thread's lanes of a row of HEAD_DIM sums, in the parameter's order.
+__device__ __forceinline__ void scatter(Acc* row, const Tile& sum, const Lane& lane, bool active) {
+  if (!active) return;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    const int slot = lane.slot_of(c);
+    if (!lane.holds(c)) continue;
+    const int first = vector_lane(NORM_SIDE, slot, 0), second = vector_lane(NORM_SIDE, slot, 1);
+    const bool apart = taken_apart(NORM_SIDE, slot);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      const int even = 2 * i, odd = 2 * i + 1;
+      row[apart ? (even < PAIRS ? first + even : second + even - PAIRS) : first + i] = sum.a[c][i];
+      row[apart ? (odd < PAIRS ? first + odd : second + odd - PAIRS) : second + i] = sum.b[c][i];
+    }
+  }
+}
+
+// The block's row of sums of one kind (0 = the first that is needed): over its warps and their heads, in their order.
+__device__ void block_sums(Acc* partial, int kind, const Tile& sum, const Lane& lane, bool active) {
+  __shared__ Acc rows[WARPS * HEADS_PER_WARP * HEAD_DIM];
+  const int warp = threadIdx.x / 32;
+  scatter(rows + (warp * HEADS_PER_WARP + lane.head) * HEAD_DIM, sum, lane, active);
+  __syncthreads();
+  constexpr int STREAMS = K_HEADS > 0 ? 2 : 1;
+  for (int column = threadIdx.x; column < STREAMS * HEAD_DIM; column += 32 * WARPS) {
+    const int stream = column / HEAD_DIM, parameter_lane = column % HEAD_DIM;
+    Acc total = 0;
+    for (int w = 0; w < WARPS; ++w) {
+      const int first_head = (blockIdx.x * WARPS + w) % GROUPS * HEADS_PER_WARP;
+      for (int h = 0; h < HEADS_PER_WARP; ++h) {
+        const int head = first_head + h;
+        const bool counts = stream == 0 ? head < Q_HEADS : head >= Q_HEADS && head < ROTATED_HEADS;
+        if (counts) total += rows[(w * HEADS_PER_WARP + h) * HEAD_DIM + parameter_lane];
+      }
+    }
+    partial[(long long)(blockIdx.x) * COLUMNS + stream * SUMS * HEAD_DIM + kind * HEAD_DIM + parameter_lane] = total;
+  }
+  __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+norm_rope_backward(const __grid_constant__ BackwardArguments args) {
+  const Lane lane;
+  const unsigned warp = blockIdx.x * WARPS + threadIdx.x / 32;
+  // The host makes the number of warps a multiple of GROUPS: each slice of the tokens is walked by all groups.
+  const unsigned slice = warp / GROUPS, slices = gridDim.x * WARPS / GROUPS;
+  const Head head(warp % GROUPS * HEADS_PER_WARP + lane.head, lane.exists);
+  const bool rotates = head.rotates(), moves = V_HEADS > 0 && head.exists && head.is_v;
+
+  Raw<Param> weight;
+  if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, rotates);
+  const bool stores = head.is_q ? args.dq.base != nullptr : args.dk.base != nullptr;
+  Tile dweight{}, dbias{};
+
+  for (unsigned flat = slice; flat < args.tokens; flat += slices) {
+    const Token token = token_at(flat, args.sequence);
+    RotationRaw tables;
+    if (TABLES_FIRST) tables.load(args.tables, token, lane);
+    Raw<Grad> gradient;
+    Raw<In> x;
+    if (HAS_X || V_HEADS > 0) {  // v heads are read here: their elements are those of x
+      x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, args.v_grad, token), lane, moves || (HAS_X && rotates));
+    }
+    gradient = load_head<GRAD_BYTES, Grad>(WRITE, head.at(args.q_grad, args.k_grad, args.k_grad, token), lane, rotates);
+    if (!TABLES_FIRST) tables.load(args.tables, token, lane);
+
+    const Rotation rotation(tables, lane);
+    Tile g = unpack(WRITE, gradient, lane);
+    if (ROTATES && NORM_FIRST) rotation.apply_transposed(g, lane);
+    if (NORMALISES) {
+      Tile xhat = unpack(READ, x, lane);
+      if (ROTATES && !NORM_FIRST) rotation.apply(xhat, lane);
+      const Acc r = standardise(xhat, args.eps, lane);
+      if (NEEDS_WEIGHT) accumulate(dweight, g, xhat);
+      if (NEEDS_BIAS) accumulate(dbias, g);
+      norm_backward(g, xhat, r, weight, lane);
+    }
+    if (ROTATES && !NORM_FIRST) rotation.apply_transposed(g, lane);
+    char* const out = head.at(args.dq, args.dk, args.dv, token);
+    store_head<DX_BYTES>(READ, out, lane, pack_tile<In>(READ, g, lane), rotates && stores);
+    if (V_HEADS > 0) store_head<DX_BYTES>(READ, out, lane, x, moves);
+  }
+
+  if (SUMS > 0 && PER_HEAD) {
+    Acc* row = args.partial + (long long)(slice) * COLUMNS + (head.is_q ? 0 : SUMS * Q_COLUMNS);
+    const int columns = head.is_q ? Q_COLUMNS : K_COLUMNS;
+    if (NEEDS_WEIGHT) scatter(row + head.of_stream * HEAD_DIM, dweight, lane, rotates);
+    if (NEEDS_BIAS) scatter(row + int(NEEDS_WEIGHT) * columns + head.of_stream * HEAD_DIM, dbias, lane, rotates);
+  } else if (SUMS > 0) {
+    if (NEEDS_WEIGHT) block_sums(args.partial, 0, dweight, lane, rotates);
+    if (NEEDS_BIAS) block_sums(args.partial, int(NEEDS_WEIGHT), dbias, lane, rotates);
+  }
+}

@@ -1,0 +1,64 @@
+// Forward: y = R norm(x), or norm(R x), for every head of q and k; v is moved.
+//
+// One warp takes HEADS_PER_WARP x UNROLL heads of one token: it issues all its loads, then computes and stores. The
+// grid covers all tokens once, head groups fastest, so that neighbouring warps share the token's tables in the cache.
+//
+// Traffic, with E the bytes of an element: 2 E (Hq + Hk) D + 2 E Hv D + 2 T bytes a token, T the bytes of its cos.
+#pragma once
+#include "norm.cuh"
+#include "streams.cuh"
+
+struct ForwardArguments {
+  Heads q, k, v, q_out, k_out, v_out;
+  Parameters parameters;
+  Tables tables;
+  long long tokens, sequence;
+  double eps;
+};
+
+constexpr int HEADS_AT_ONCE = HEADS_PER_WARP * UNROLL;
+constexpr int GROUPS = (ALL_HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+norm_rope_forward(const __grid_constant__ ForwardArguments args) {
+  const unsigned warp = blockIdx.x * WARPS + threadIdx.x / 32;
+  const unsigned flat = warp / GROUPS;
+  if (flat >= args.tokens) return;
+  const Token token = token_at(flat, args.sequence);
+  const Lane lane;
+  const int first_head = warp % GROUPS * HEADS_AT_ONCE + lane.head;
+
+  RotationRaw tables;
+  if (TABLES_FIRST) tables.load(args.tables, token, lane);
+  Raw<In> x[UNROLL];
+  Raw<Param> weight[UNROLL], bias[UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) {
+    const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
+    x[u] = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, args.v, token), lane, head.exists);
+  }
+  if (!TABLES_FIRST) tables.load(args.tables, token, lane);
+  const Rotation rotation(tables, lane);
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) {
+    const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
+    if (HAS_WEIGHT) weight[u] = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.rotates());
+    if (HAS_BIAS) bias[u] = load_parameter(head.bias(args.parameters), head.of_stream, lane, head.rotates());
+  }
+  if (IN_PLACE) __syncwarp();  // a lane that one thread reads another may write
+
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) {
+    const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
+    char* const out = head.at(args.q_out, args.k_out, args.v_out, token);
+    Tile y = unpack(READ, x[u], lane);
+    if (ROTATES && !NORM_FIRST) rotation.apply(y, lane);
+    if (NORMALISES) {
+      standardise(y, args.eps, lane);
+      scale_and_shift(y, weight[u], bias[u], lane);
+    }
+    if (ROTATES && NORM_FIRST) rotation.apply(y, lane);
+    store_head<OUT_BYTES>(WRITE, out, lane, pack_tile<Out>(WRITE, y, lane), head.rotates());
+    if (V_HEADS > 0) store_head<MOVE_BYTES>(READ, out, lane, x[u], head.exists && head.is_v);
+  }
+}

@@ -1,0 +1,114 @@
+// Gradients of cos and sin per token, [tokens, entries], summed over all heads of q and k:
+//
+//   dcos_a = sum g_a n_a,   dcos_b = sum g_b n_b,   dsin_a = -sum g_a n_b,   dsin_b = sum g_b n_a
+//
+// n is the rotation's input (norm(x), or x where the norm comes last), g the gradient of its result. One warp takes
+// one token and walks over its heads, so the order of the sums is fixed. Tables are rarely trained: this reads x and g
+// once more and leaves the kernel of backward.cuh without these registers.
+#pragma once
+#include "norm.cuh"
+#include "streams.cuh"
+
+struct TableGradientArguments {
+  Heads q_grad, k_grad, q, k;
+  Parameters parameters;
+  Tables tables;
+  Acc* dcos;
+  Acc* dsin;
+  long long tokens, sequence;
+  double eps;
+};
+
+constexpr int ENTRIES = PER_LANE ? ROTARY_DIM : ROTARY_DIM / 2;
+
+// Over the heads that the warp holds; every thread gets the sum for its slot.
+__device__ __forceinline__ void sum_over_heads(Tile& x, const Lane& lane) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      Acc a = 0, b = 0;
+#pragma unroll
+      for (int h = 0; h < HEADS_PER_WARP; ++h) {
+        a += __shfl_sync(0xffffffffu, x.a[c][i], h * THREADS_PER_HEAD + lane.slot);
+        b += __shfl_sync(0xffffffffu, x.b[c][i], h * THREADS_PER_HEAD + lane.slot);
+      }
+      x.a[c][i] = a;
+      x.b[c][i] = b;
+    }
+  }
+}
+
+__device__ __forceinline__ void store_entries(Acc* row, const Tile& x, const Lane& lane, bool active) {
+  const Raw<Acc> lanes = pack_tile<Acc>(WRITE, x, lane);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    const int slot = lane.slot_of(c);
+    const bool here = active && lane.holds(c) && rotated(slot);
+    if (PER_LANE) {
+      char* base = reinterpret_cast<char*>(row - ROTARY_START);
+      store<sizeof(Acc)>(base + vector_lane(WRITE, slot, 0) * int(sizeof(Acc)), lanes.first[c], here);
+      store<sizeof(Acc)>(base + vector_lane(WRITE, slot, 1) * int(sizeof(Acc)), lanes.second[c], here);
+    } else if (here) {
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) row[pair_index(slot, i)] = x.a[c][i] + x.b[c][i];
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
+  const unsigned flat = blockIdx.x * WARPS + threadIdx.x / 32;
+  if (flat >= args.tokens) return;
+  const Token token = token_at(flat, args.sequence);
+  const Lane lane;
+  Tile dcos{}, dsin{};
+  for (int first = 0; first < ROTATED_HEADS; first += HEADS_PER_WARP) {
+    const Head head(first + lane.head, lane.exists);
+    const bool active = head.rotates();
+    Raw<Param> weight, bias;
+    if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, active);
+    if (HAS_BIAS) bias = load_parameter(head.bias(args.parameters), head.of_stream, lane, active);
+    const char* const x = head.at(args.q, args.k, args.k, token);
+    const char* const gradient = head.at(args.q_grad, args.k_grad, args.k_grad, token);
+    Tile n = unpack(READ, load_head<IN_BYTES, In>(READ, x, lane, active), lane);
+    Tile g = unpack(WRITE, load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, active), lane);
+    if (NORMALISES && NORM_FIRST) {
+      standardise(n, args.eps, lane);
+      scale_and_shift(n, weight, bias, lane);
+    } else if (NORMALISES) {
+      Tile xhat = n;
+      RotationRaw tables;
+      tables.load(args.tables, token, lane);
+      Rotation(tables, lane).apply(xhat, lane);
+      const Acc r = standardise(xhat, args.eps, lane);
+      norm_backward(g, xhat, r, weight, lane);
+    }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        // A head that does not exist may hold NaN (eps = 0): it is selected away, not multiplied by zero.
+        dcos.a[c][i] += active ? g.a[c][i] * n.a[c][i] : Acc(0);
+        dcos.b[c][i] += active ? g.b[c][i] * n.b[c][i] : Acc(0);
+        dsin.a[c][i] -= active ? g.a[c][i] * n.b[c][i] : Acc(0);
+        dsin.b[c][i] += active ? g.b[c][i] * n.a[c][i] : Acc(0);
+      }
+    }
+  }
+  sum_over_heads(dcos, lane);
+  sum_over_heads(dsin, lane);
+  if (CONJUGATE) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        dsin.a[c][i] = -dsin.a[c][i];
+        dsin.b[c][i] = -dsin.b[c][i];
+      }
+    }
+  }
+  const bool writes = lane.exists && lane.head == 0;
+  store_entries(args.dcos + (long long)(flat) * ENTRIES, dcos, lane, writes);
+  store_entries(args.dsin + (long long)(flat) * ENTRIES, dsin, lane, writes);
+}

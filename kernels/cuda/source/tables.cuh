@@ -1,0 +1,160 @@
+// cos and sin of one token: which row, which entries, and the rotation itself.
+#pragma once
+#include "lanes.cuh"
+
+constexpr int TABLE_ROWS = MROPE == NO_MROPE ? 1 : 3;
+constexpr int TABLE_VECTOR = TABLE_BYTES / int(sizeof(Table));  // entries an access reads, all from one row
+
+// Strides are in bytes. Without positions a row is found by (row, batch, token); with positions the table is
+// [max_position, entries] and `token` is the stride of a position.
+struct Tables {
+  const char* cos;
+  const char* sin;
+  long long row, batch, token;
+  const char* positions;
+  long long position_row, position_batch, position_token, max_position;
+};
+
+struct Token {
+  long long batch, index;
+};
+
+__device__ __forceinline__ Token token_at(unsigned flat, long long sequence) {
+  if (!BATCHED) return {0, flat};
+  const unsigned length = unsigned(sequence);
+  return {flat / length, flat % length};
+}
+
+// The row of a MRoPE table (0 = T, 1 = H, 2 = W) that pair j reads.
+__device__ __forceinline__ int mrope_row(int j) {
+  if (MROPE == NO_MROPE) return 0;
+  if (MROPE == SECTIONED) return (j >= SECTION_T) + (j >= SECTION_T + SECTION_H);
+  const int row = j % 3;
+  return j < 3 * (row == 0 ? SECTION_T : row == 1 ? SECTION_H : SECTION_W) ? row : 0;
+}
+
+// Where the token's rows start. A position outside the table is remembered, and nothing is read for it.
+struct Rows {
+  long long offset[TABLE_ROWS];
+  bool inside[TABLE_ROWS];
+
+  __device__ Rows(const Tables& tables, const Token& token) {
+#pragma unroll
+    for (int row = 0; row < TABLE_ROWS; ++row) {
+      if (GATHER) {
+        const char* address = tables.positions + row * tables.position_row + token.batch * tables.position_batch +
+                              token.index * tables.position_token;
+        const Position position = *reinterpret_cast<const Position*>(address);
+        // One unsigned comparison finds negative positions too; those of 64 unsigned bits stay what they are.
+        inside[row] = (unsigned long long)(position) < (unsigned long long)(tables.max_position);
+        offset[row] = (long long)(position) * tables.token;
+      } else {
+        inside[row] = true;
+        offset[row] = row * tables.row + token.batch * tables.batch + token.index * tables.token;
+      }
+    }
+  }
+  __device__ long long offset_of(int row) const {
+    if constexpr (TABLE_ROWS == 1) return offset[0];
+    else return row == 0 ? offset[0] : row == 1 ? offset[1] : offset[2];
+  }
+  __device__ bool inside_of(int row) const {
+    if constexpr (TABLE_ROWS == 1) return inside[0];
+    else return row == 0 ? inside[0] : row == 1 ? inside[1] : inside[2];
+  }
+};
+
+// cos and sin as they lie in memory: one entry a pair, or one a lane of the result (PER_LANE).
+struct RotationRaw {
+  Raw<Table> cos, sin;
+
+  __device__ void load(const Tables& tables, const Token& token, const Lane& lane) {
+    if (!ROTATES) return;
+    const Rows rows(tables, token);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int slot = lane.slot_of(c);
+      const bool needed = rotated(slot) && lane.holds(c);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i += TABLE_VECTOR) {
+        if (PER_LANE) {
+          read(rows, tables, cos.first[c], sin.first[c], i, vector_lane(WRITE, slot, 0) - ROTARY_START + i, needed);
+          read(rows, tables, cos.second[c], sin.second[c], i, vector_lane(WRITE, slot, 1) - ROTARY_START + i, needed);
+        } else {
+          read(rows, tables, cos.first[c], sin.first[c], i, pair_index(slot, i), needed);
+        }
+      }
+    }
+  }
+
+  // TABLE_VECTOR entries from `entry` on. A position outside the table gives NaN: the mistake shows.
+  __device__ void read(const Rows& rows, const Tables& tables, Vector<Table, PAIRS>& c, Vector<Table, PAIRS>& s, int i,
+                       int entry, bool needed) {
+    const int pair = !PER_LANE ? entry : WRITES_ADJACENT ? entry / 2 : entry % (ROTARY_DIM / 2);
+    const int row = mrope_row(pair);
+    const long long offset = rows.offset_of(row) + entry * (TABLE_LANE_STRIDE * int(sizeof(Table)));
+    const bool active = needed && rows.inside_of(row);
+    load_part<TABLE_BYTES>(c, i, tables.cos + offset, active, NAN_BITS);
+    load_part<TABLE_BYTES>(s, i, tables.sin + offset, active, NAN_BITS);
+  }
+};
+
+// y_a = a cos_a - b sin_a, y_b = b cos_b + a sin_b
+struct Rotation {
+  Tile cos, sin;
+
+  __device__ Rotation(const RotationRaw& raw, const Lane& lane) {
+    if (!ROTATES) return;
+    if (PER_LANE) {
+      cos = unpack(WRITE, raw.cos, lane);
+      sin = unpack(WRITE, raw.sin, lane);
+    } else {
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+          cos.a[c][i] = cos.b[c][i] = element(raw.cos.first[c], i);
+          sin.a[c][i] = sin.b[c][i] = element(raw.sin.first[c], i);
+        }
+      }
+    }
+    if (CONJUGATE) {
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+          sin.a[c][i] = -sin.a[c][i];
+          sin.b[c][i] = -sin.b[c][i];
+        }
+      }
+    }
+  }
+
+  // R x, in place.
+  __device__ void apply(Tile& x, const Lane& lane) const {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const bool here = rotated(lane.slot_of(c));
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        const Acc a = x.a[c][i], b = x.b[c][i];
+        x.a[c][i] = here ? a * cos.a[c][i] - b * sin.a[c][i] : a;
+        x.b[c][i] = here ? b * cos.b[c][i] + a * sin.b[c][i] : b;
+      }
+    }
+  }
+
+  // The transpose R' g, in place: not the opposite rotation where the two members of a pair have different entries.
+  __device__ void apply_transposed(Tile& g, const Lane& lane) const {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const bool here = rotated(lane.slot_of(c));
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        const Acc a = g.a[c][i], b = g.b[c][i];
+        g.a[c][i] = here ? a * cos.a[c][i] + b * sin.b[c][i] : a;
+        g.b[c][i] = here ? b * cos.b[c][i] - a * sin.a[c][i] : b;
+      }
+    }
+  }
+};

@@ -1,0 +1,54 @@
+"""How many warps a block has, how many blocks share a multiprocessor, how many heads a warp takes: as data.
+
+`blocks` is the second number of `__launch_bounds__`: it caps a thread's registers at 65536 / (32 warps blocks), and the
+backward launches exactly that many blocks a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .instance import Access, Constant
+
+TABLE_GRADIENT_WARPS = 4
+
+
+class Tile(NamedTuple):
+    """`unroll`: how many times a warp's heads one warp takes at once (forward only). `tables_first`: cos and sin are
+    loaded before the heads."""
+
+    warps: int
+    blocks: int
+    unroll: int = 1
+    tables_first: bool = False
+
+
+def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
+    """For an instance of the forward."""
+    words = _words(constants, accesses, acc_bytes)
+    return Tile(4, 6) if words <= 48 else Tile(4, 4) if words <= 80 else Tile(4, 2)
+
+
+def backward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
+    """For an instance of the backward."""
+    words = _words(constants, accesses, acc_bytes)
+    # The rows of three positions, and lanes that change places, cost registers beyond what is counted.
+    extra = constants["MROPE"] == "INTERLEAVED" or constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
+    if words > 96:
+        return Tile(4, 2, tables_first=True)
+    return Tile(4, 3, tables_first=True) if extra else Tile(8, 2, tables_first=True)
+
+
+def _words(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> int:
+    """Registers of what a thread keeps of one head: vectors as they lie in memory, and tiles of the arithmetic."""
+    lanes = 2 * int(constants["PAIRS"]) * int(constants["CHUNKS"])
+
+    def raw(name: str) -> int:
+        return lanes * accesses[name].itemsize // 4 if name in accesses else 0
+
+    entries = 2 if constants["PER_LANE"] else 1
+    words = raw("IN_BYTES") + raw("GRAD_BYTES") + raw("TABLE_BYTES") * entries
+    words += raw("PARAM_BYTES") * (bool(constants["HAS_WEIGHT"]) + bool(constants["HAS_BIAS"]))
+    tiles = 1 + bool(constants.get("NEEDS_WEIGHT")) + bool(constants.get("NEEDS_BIAS"))
+    return words + tiles * lanes * acc_bytes // 4
