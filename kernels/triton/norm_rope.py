@@ -16,7 +16,13 @@ from ..options import Options
 from ..replay import Work
 from ..streams import Copy, Gradients, GradStream, Stream, Tables, arithmetic_dtype
 from .norm_rope_kernels import backward_kernel, forward_kernel, reduce_kernel
-from .norm_rope_tiles import backward_tiles, forward_tiles, next_power_of_2, programs_per_multiprocessor
+from .norm_rope_tiles import (
+    backward_tiles,
+    forward_tiles,
+    next_power_of_2,
+    programs_per_multiprocessor,
+    shares,
+)
 
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 _INT32_MAX = 2**31 - 1
@@ -116,21 +122,28 @@ def backward(
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     total = layout.batch * blocks
     acc = arithmetic_dtype(*(t.dtype for t in tensors))
+    device = q.grad.device
 
     outputs: list[Tensor | None] = []
     for stream in streams:
         outputs.append(torch.empty_like(stream.weight) if stream.needs_weight and stream.weight is not None else None)
         outputs.append(torch.empty_like(stream.bias) if stream.needs_bias and stream.bias is not None else None)
     sizes = [0 if out is None else out.numel() for out in outputs] + [0] * (4 - len(outputs))
-    programs = (
-        min(total, programs_per_multiprocessor(tiles.warps) * _multiprocessors(q.grad.device)) if any(sizes) else total
-    )
-    device = q.grad.device
-    partial = torch.empty((programs, sum(sizes)), dtype=acc, device=device) if any(sizes) else None
+    q_columns, k_columns = sizes[0] + sizes[1], sizes[2] + sizes[3]
+    q_tiles, k_tiles = triton.cdiv(q_heads, tiles.q_heads), triton.cdiv(k_heads, tiles.k_heads)
+    v_heads = copy.x.shape[2] if copy is not None else 0
+    v_tiles = triton.cdiv(v_heads, tiles.v_heads)
+    walkers = copiers = total
+    if any(sizes):
+        resident = programs_per_multiprocessor(tiles.warps) * _multiprocessors(device)
+        walkers, copiers = shares(resident, q_tiles + k_tiles, v_tiles, total)
+    partial = None
+    if any(sizes):
+        partial = torch.empty(walkers * (q_tiles * q_columns + k_tiles * k_columns), dtype=acc, device=device)
     dcos = dsin = None
     if needs_tables:
         assert tables is not None
-        dcos = torch.empty((batch, sequence, tables.cos.shape[-1]), dtype=acc, device=device)
+        dcos = torch.empty((q_tiles + k_tiles, batch, sequence, tables.cos.shape[-1]), dtype=acc, device=device)
         dsin = torch.empty_like(dcos)
     none = q.grad
     q_b, q_s, q_g, q_h = layout.strides(q.x)
@@ -165,6 +178,8 @@ def backward(
         layout.sequence,
         blocks,
         total,
+        walkers,
+        copiers,
         *layout.table_strides,
         *(gq_b, gq_s, gq_h, q_b, q_s, q_g, q_h, dq_b, dq_s, dq_g, dq_h),
         *(gk_b, gk_s, gk_h, k_b, k_s, k_h, dk_b, dk_s, dk_h, gv_b, gv_s, gv_h, dv_b, dv_s, dv_h),
@@ -172,7 +187,7 @@ def backward(
     constants = {
         "HQ": q_heads,
         "HK": k_heads,
-        "HV": copy.x.shape[2] if copy is not None else 0,
+        "HV": v_heads,
         "GROUP": grouped,
         **geometry.constants,
         **layout.constants(tiles.tokens, max(tiles.q_heads, tiles.k_heads, tiles.v_heads)),
@@ -184,7 +199,8 @@ def backward(
         "NEEDS_KW": sizes[2] > 0,
         "NEEDS_KB": sizes[3] > 0,
         "NEEDS_TABLES": needs_tables,
-        "COLUMNS": sum(sizes),
+        "Q_COLUMNS": q_columns,
+        "K_COLUMNS": k_columns,
         "ACC": _ACC[acc],
         "BT": tiles.tokens,
         "BHQ": tiles.q_heads,
@@ -192,21 +208,28 @@ def backward(
         "BHV": tiles.v_heads,
         "PAD": next_power_of_2(head_dim),
     }
-    works = [_launch(backward_kernel, programs, pointers, numbers, constants, tiles.warps)]
+    grid = walkers * (q_tiles + k_tiles) + copiers * v_tiles
+    works = [_launch(backward_kernel, grid, pointers, numbers, constants, tiles.warps)]
     if partial is not None:
-        works.append(_reduce(partial, outputs, sizes, acc))
+        works.append(_reduce(partial, outputs, sizes, (walkers * q_tiles, walkers * k_tiles), acc))
+    if dcos is not None and dsin is not None:
+        dcos, dsin = dcos.sum(0), dsin.sum(0)
     scratch = () if partial is None else (partial,)
     return Gradients(outputs[0::2], outputs[1::2], dcos, dsin, works, scratch)
 
 
-def _reduce(partial: Tensor, outputs: Sequence[Tensor | None], sizes: Sequence[int], acc: torch.dtype) -> Work:
-    present = [out for out in outputs if out is not None]
-    pointers = [partial, *(present + [present[0]] * 3)[:4]]
-    columns = [size for size in sizes if size] + [0] * 4
-    constants = {f"SIZE{i}": columns[i] for i in range(4)}
+def _reduce(
+    partial: Tensor,
+    outputs: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    rows: tuple[int, int],
+    acc: torch.dtype,
+) -> Work:
+    none = partial  # stands for a pointer that is not written
+    pointers = [partial, *(none if out is None else out for out in outputs), *[none] * (4 - len(outputs))]
+    constants = dict(zip(("QW_SIZE", "QB_SIZE", "KW_SIZE", "KB_SIZE"), sizes, strict=True))
     constants |= {"ACC": _ACC[acc], "ROWS": 256, "COLS": _REDUCED_COLUMNS}
-    programs = triton.cdiv(partial.shape[1], _REDUCED_COLUMNS)
-    return _launch(reduce_kernel, programs, pointers, [partial.shape[0]], constants, warps=8)
+    return _launch(reduce_kernel, triton.cdiv(sum(sizes), _REDUCED_COLUMNS), pointers, rows, constants, warps=8)
 
 
 def _launch(

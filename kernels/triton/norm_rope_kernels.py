@@ -5,9 +5,10 @@ Data flow and memory traffic, for T tokens, Hq + Hk heads of D lanes, e bytes an
     forward    one program = one tile of BT tokens x BH heads of q, of k, or of v (copied). Head tiles of the same
                tokens are neighbours in the grid: all but the first find the tables in the L2.
                bytes = T (2 (Hq + Hk) D e + t), and 2 T Hv D e where v is copied
-    backward   persistent programs walk over blocks of tokens; a program takes all heads of its tokens and loads the
-               next head tile before it stores this one. x is read again and its norm recomputed: nothing is saved.
-               bytes = T (3 (Hq + Hk) D e + 2 Hv D e + t)
+    backward   one program = one head tile of q or of k, for its share of the blocks of tokens (or a tile of v, copied).
+               It loads the next block before it stores this one. x is read again and its norm recomputed: nothing is
+               saved. A program has one stream, so it holds one weight and one sum, and its loop is short.
+               bytes = T (3 (Hq + Hk) D e + 2 Hv D e + t); head tiles of the same tokens find the tables in the L2
                Gradients of weights and biases accumulate in registers as whole tiles; a program writes one row.
     reduction  sums the rows in a fixed order: the same bits on every run.
 
@@ -229,13 +230,6 @@ def backward_tile(
     return pa, pb, prest, pa * xa, pb * xb, prest * xrest, ya * na, yb * nb, ya * nb, yb * na
 
 
-BACKWARD_INTEGERS = (
-    "S", "blocks_per_sequence", "blocks", "table_r", "table_b", "table_s", "position_r", "position_b", "position_s",
-    "max_position", "gq_b", "gq_s", "gq_h", "q_b", "q_s", "q_g", "q_h", "dq_b", "dq_s", "dq_g", "dq_h", "gk_b",
-    "gk_s", "gk_h", "k_b", "k_s", "k_h", "dk_b", "dk_s", "dk_h", "gv_b", "gv_s", "gv_h", "dv_b", "dv_s", "dv_h",
-)  # fmt: skip
-
-
 @triton.jit
 def load_gradient_and_input(
     G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, h0, mask,
@@ -252,70 +246,6 @@ def load_gradient_and_input(
         pointers = tile_pointers(X, x_b, x_s, x_g, x_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BH)
         xa, xb, xrest = load_lanes(pointers, mask, D, R, START, L, P, READS_ADJACENT)
     return ga, gb, grest, xa, xb, xrest
-
-
-@triton.jit
-def backward_block(
-    G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, DX, d_b, d_s, d_g, d_h, W, BIAS, cos_a, cos_b, sin_a, sin_b, batch, s0, S,
-    dwa, dwb, dwrest, dba, dbb, dbrest, dcos_a, dcos_b, dsin_a, dsin_b,
-    H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PER_HEAD: tl.constexpr, HAS_X: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
-    NEEDS_BIAS: tl.constexpr, NEEDS_TABLES: tl.constexpr, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr,
-    L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
-    WRITES_ADJACENT: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr, NORM_FIRST: tl.constexpr,
-    EPS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr,
-    BT: tl.constexpr,
-):  # fmt: skip
-    """All heads of one stream for one block of tokens: stores dx, returns the running sums."""
-    TILES: tl.constexpr = (H + BH - 1) // BH
-    PARAMETER_ADJACENT: tl.constexpr = READS_ADJACENT if NORM_FIRST else WRITES_ADJACENT
-    zero = tl.full([], 0, tl.int32)
-    wa, wb, wrest = 0.0, 0.0, 0.0
-    ba, bb = 0.0, 0.0
-    if HAS_WEIGHT:
-        wa, wb, wrest = load_parameter(
-            W, 0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, NORM == "rms_one_plus", ACC, BH
-        )
-    if HAS_BIAS and NEEDS_TABLES:
-        ba, bb, _ = load_parameter(BIAS, 0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, False, ACC, BH)
-    mask = tile_mask(s0, S, 0, H, BT, BH, WHOLE_BLOCKS)
-    ga, gb, grest, xa, xb, xrest = load_gradient_and_input(
-        G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, zero, mask, HAS_X, GROUP, D, R, START, L, P, READS_ADJACENT,
-        WRITES_ADJACENT, VEC, WIDE, BT, BH,
-    )  # fmt: skip
-    for j in tl.static_range(TILES):
-        if j + 1 < TILES:
-            # Before the stores of this tile: the compiler may not move a load over a store that could alias it.
-            next_mask = tile_mask(s0, S, (j + 1) * BH, H, BT, BH, WHOLE_BLOCKS)
-            next_ga, next_gb, next_grest, next_xa, next_xb, next_xrest = load_gradient_and_input(
-                G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, zero + (j + 1) * BH, next_mask, HAS_X, GROUP, D,
-                R, START, L, P, READS_ADJACENT, WRITES_ADJACENT, VEC, WIDE, BT, BH,
-            )  # fmt: skip
-        target = tile_pointers(DX, d_b, d_s, d_g, d_h, batch, s0, zero + j * BH, GROUP, VEC, WIDE, BT, BH)
-        pa, pb, prest, pxa, pxb, pxrest, yna, ynb, yanb, ybna = backward_tile(
-            ga, gb, grest, xa, xb, xrest, target, mask, wa, wb, wrest, ba, bb, cos_a, cos_b, sin_a, sin_b, H,
-            HAS_WEIGHT, HAS_BIAS, HAS_X, NEEDS_DX, NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT, NORM,
-            HIDDEN, NORM_FIRST, EPS, ACC,
-        )  # fmt: skip
-        if NEEDS_WEIGHT:
-            dwa += pxa
-            dwb += pxb
-            if P > 0:
-                dwrest += pxrest
-        if NEEDS_BIAS:
-            dba += pa
-            dbb += pb
-            if P > 0:
-                dbrest += prest
-        if NEEDS_TABLES:
-            dcos_a += tl.sum(yna, 1)[:, None, :]
-            dcos_b += tl.sum(ynb, 1)[:, None, :]
-            dsin_a -= tl.sum(yanb, 1)[:, None, :]
-            dsin_b += tl.sum(ybna, 1)[:, None, :]
-        if j + 1 < TILES:
-            mask = next_mask
-            ga, gb, grest, xa, xb, xrest = next_ga, next_gb, next_grest, next_xa, next_xb, next_xrest
-    return dwa, dwb, dwrest, dba, dbb, dbrest, dcos_a, dcos_b, dsin_a, dsin_b
 
 
 @triton.jit
@@ -355,88 +285,6 @@ def zeros_like_lanes(
     return pair, pair, rest
 
 
-@triton.jit(do_not_specialize=BACKWARD_INTEGERS)
-def backward_kernel(
-    GQ, Q, DQ, GK, K, DK, GV, DV, QW, QB, KW, KB, COS, SIN, POSITIONS, PARTIAL, DCOS, DSIN, S, blocks_per_sequence,
-    blocks, table_r, table_b, table_s, position_r, position_b, position_s, max_position,
-    gq_b, gq_s, gq_h, q_b, q_s, q_g, q_h, dq_b, dq_s, dq_g, dq_h, gk_b, gk_s, gk_h, k_b, k_s, k_h, dk_b, dk_s, dk_h,
-    gv_b, gv_s, gv_h, dv_b, dv_s, dv_h,
-    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
-    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr,
-    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr,
-    SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr,
-    NORM_FIRST: tl.constexpr, EPS: tl.constexpr, PER_HEAD: tl.constexpr, HAS_QW: tl.constexpr, HAS_QB: tl.constexpr,
-    HAS_KW: tl.constexpr, HAS_KB: tl.constexpr, HAS_X: tl.constexpr, NEEDS_DQ: tl.constexpr, NEEDS_DK: tl.constexpr,
-    NEEDS_QW: tl.constexpr, NEEDS_QB: tl.constexpr, NEEDS_KW: tl.constexpr, NEEDS_KB: tl.constexpr,
-    NEEDS_TABLES: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
-    WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BHV: tl.constexpr,
-    PAD: tl.constexpr,
-):  # fmt: skip
-    qwa, qwb, qwrest = zeros_like_lanes(NEEDS_QW, BT, BHQ, L, P, ACC)
-    qba, qbb, qbrest = zeros_like_lanes(NEEDS_QB, BT, BHQ, L, P, ACC)
-    kwa, kwb, kwrest = zeros_like_lanes(NEEDS_KW, BT, BHK, L, P, ACC)
-    kba, kbb, kbrest = zeros_like_lanes(NEEDS_KB, BT, BHK, L, P, ACC)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        batch = block // blocks_per_sequence
-        s0 = (block % blocks_per_sequence) * BT
-        if HV > 0:
-            for j in tl.static_range((HV + BHV - 1) // BHV):
-                copy_stream(
-                    GV, gv_b, gv_s, gv_h, DV, dv_b, dv_s, dv_h, batch, s0, S, tl.full([], j * BHV, tl.int32), HV,
-                    BHV, D, PAD, VEC, WIDE, WHOLE_BLOCKS, BT,
-                )  # fmt: skip
-        cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
-        if ROTATE:
-            cos_a, cos_b, sin_a, sin_b = load_tables(
-                COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position,
-                batch, s0, S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W,
-                WRITES_ADJACENT, CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHQ,
-            )  # fmt: skip
-        dcos_a = tl.zeros([BT, 1, L], ACC)
-        dcos_b = dcos_a
-        dsin_a = dcos_a
-        dsin_b = dcos_a
-        qwa, qwb, qwrest, qba, qbb, qbrest, dcos_a, dcos_b, dsin_a, dsin_b = backward_block(
-            GQ, gq_b, gq_s, gq_h, Q, q_b, q_s, q_g, q_h, DQ, dq_b, dq_s, dq_g, dq_h, QW, QB, cos_a, cos_b, sin_a, sin_b,
-            batch, s0, S, qwa, qwb, qwrest, qba, qbb, qbrest, dcos_a, dcos_b, dsin_a, dsin_b, HQ, BHQ, GROUP, HAS_QW,
-            HAS_QB, PER_HEAD, HAS_X, NEEDS_DQ, NEEDS_QW, NEEDS_QB, NEEDS_TABLES, D, R, START, L, P, ROTATE,
-            READS_ADJACENT, WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
-        )  # fmt: skip
-        if HK > 0:
-            if ROTATE and BHK != BHQ:
-                cos_a, cos_b, sin_a, sin_b = load_tables(
-                    COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position,
-                    batch, s0, S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H,
-                    SECTION_W, WRITES_ADJACENT, CONJUGATE, WHOLE_BLOCKS, ACC, BT, BHK,
-                )  # fmt: skip
-            kwa, kwb, kwrest, kba, kbb, kbrest, dcos_a, dcos_b, dsin_a, dsin_b = backward_block(
-                GK, gk_b, gk_s, gk_h, K, k_b, k_s, 0, k_h, DK, dk_b, dk_s, 0, dk_h, KW, KB, cos_a, cos_b, sin_a, sin_b,
-                batch, s0, S, kwa, kwb, kwrest, kba, kbb, kbrest, dcos_a, dcos_b, dsin_a, dsin_b, HK, BHK, 0, HAS_KW,
-                HAS_KB, PER_HEAD, HAS_X, NEEDS_DK, NEEDS_KW, NEEDS_KB, NEEDS_TABLES, D, R, START, L, P, ROTATE,
-                READS_ADJACENT, WRITES_ADJACENT, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
-            )  # fmt: skip
-        if NEEDS_TABLES:
-            store_table_gradient(
-                DCOS, DSIN, batch, s0, S, dcos_a, dcos_b, dsin_a, dsin_b, R, L, PER_LANE, WRITES_ADJACENT, CONJUGATE, BT
-            )
-    PARAMETER_ADJACENT: tl.constexpr = READS_ADJACENT if NORM_FIRST else WRITES_ADJACENT
-    Q_SIZE: tl.constexpr = HQ * D if PER_HEAD else D
-    K_SIZE: tl.constexpr = HK * D if PER_HEAD else D
-    QB_COLUMN: tl.constexpr = Q_SIZE if NEEDS_QW else 0
-    KW_COLUMN: tl.constexpr = QB_COLUMN + (Q_SIZE if NEEDS_QB else 0)
-    KB_COLUMN: tl.constexpr = KW_COLUMN + (K_SIZE if NEEDS_KW else 0)
-    row = PARTIAL + tl.program_id(0) * COLUMNS
-    if NEEDS_QW:
-        store_partial(row, qwa, qwb, qwrest, HQ, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
-    if NEEDS_QB:
-        store_partial(row + QB_COLUMN, qba, qbb, qbrest, HQ, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
-    if NEEDS_KW:
-        store_partial(row + KW_COLUMN, kwa, kwb, kwrest, HK, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
-    if NEEDS_KB:
-        store_partial(row + KB_COLUMN, kba, kbb, kbrest, HK, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
-
-
 @triton.jit
 def store_table_gradient(
     DCOS, DSIN, batch, s0, S, dcos_a, dcos_b, dsin_a, dsin_b, R: tl.constexpr, L: tl.constexpr, PER_LANE: tl.constexpr,
@@ -464,40 +312,202 @@ def store_table_gradient(
 
 
 @triton.jit
+def backward_stream(
+    G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, DX, d_b, d_s, d_g, d_h, W, BIAS, COS, SIN, POSITIONS, table_r, table_b,
+    table_s, position_r, position_b, position_s, max_position, ROW, DCOS, DSIN, first, step, blocks,
+    blocks_per_sequence, S, h0,
+    H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PER_HEAD: tl.constexpr, HAS_X: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
+    NEEDS_BIAS: tl.constexpr, NEEDS_TABLES: tl.constexpr, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr,
+    L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr,
+    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr,
+    SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr,
+    NORM_FIRST: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """One head tile of q or k for the blocks first, first + step, ...: stores dx, and at ROW the sums for the
+    parameters."""
+    PARAMETER_ADJACENT: tl.constexpr = READS_ADJACENT if NORM_FIRST else WRITES_ADJACENT
+    wa, wb, wrest = 0.0, 0.0, 0.0
+    ba, bb = 0.0, 0.0
+    if HAS_WEIGHT:
+        wa, wb, wrest = load_parameter(
+            W, h0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, NORM == "rms_one_plus", ACC, BH
+        )
+    if HAS_BIAS and NEEDS_TABLES:
+        ba, bb, _ = load_parameter(BIAS, h0, H, D, R, START, L, P, PARAMETER_ADJACENT, PER_HEAD, False, ACC, BH)
+    dwa, dwb, dwrest = zeros_like_lanes(NEEDS_WEIGHT, BT, BH, L, P, ACC)
+    dba, dbb, dbrest = zeros_like_lanes(NEEDS_BIAS, BT, BH, L, P, ACC)
+    batch = first // blocks_per_sequence
+    s0 = (first % blocks_per_sequence) * BT
+    mask = tile_mask(s0, S, h0, H, BT, BH, WHOLE_BLOCKS)
+    ga, gb, grest, xa, xb, xrest = load_gradient_and_input(
+        G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, h0, mask, HAS_X, GROUP, D, R, START, L, P, READS_ADJACENT,
+        WRITES_ADJACENT, VEC, WIDE, BT, BH,
+    )  # fmt: skip
+    for block in range(first, blocks, step):
+        cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
+        if ROTATE:
+            cos_a, cos_b, sin_a, sin_b = load_tables(
+                COS, SIN, POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+                batch, s0, S, R, L, TABLE_VEC, LANE_STRIDE, PER_LANE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W,
+                WRITES_ADJACENT, CONJUGATE, WHOLE_BLOCKS, ACC, BT, BH,
+            )  # fmt: skip
+        # Before the stores of this block: the compiler may not move a load over a store that could alias it.
+        following = block + step
+        next_batch = following // blocks_per_sequence
+        next_s0 = (following % blocks_per_sequence) * BT
+        next_mask = tile_mask(next_s0, S, h0, H, BT, BH, WHOLE_BLOCKS) & (following < blocks)
+        next_ga, next_gb, next_grest, next_xa, next_xb, next_xrest = load_gradient_and_input(
+            G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, next_batch, next_s0, h0, next_mask, HAS_X, GROUP, D, R, START, L,
+            P, READS_ADJACENT, WRITES_ADJACENT, VEC, WIDE, BT, BH,
+        )  # fmt: skip
+        target = tile_pointers(DX, d_b, d_s, d_g, d_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BH)
+        pa, pb, prest, pxa, pxb, pxrest, yna, ynb, yanb, ybna = backward_tile(
+            ga, gb, grest, xa, xb, xrest, target, mask, wa, wb, wrest, ba, bb, cos_a, cos_b, sin_a, sin_b, H,
+            HAS_WEIGHT, HAS_BIAS, HAS_X, NEEDS_DX, NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT, NORM,
+            HIDDEN, NORM_FIRST, EPS, ACC,
+        )  # fmt: skip
+        if NEEDS_WEIGHT:
+            dwa += pxa
+            dwb += pxb
+            if P > 0:
+                dwrest += pxrest
+        if NEEDS_BIAS:
+            dba += pa
+            dbb += pb
+            if P > 0:
+                dbrest += prest
+        if NEEDS_TABLES:
+            store_table_gradient(
+                DCOS, DSIN, batch, s0, S, tl.sum(yna, 1)[:, None, :], tl.sum(ynb, 1)[:, None, :],
+                -tl.sum(yanb, 1)[:, None, :], tl.sum(ybna, 1)[:, None, :], R, L, PER_LANE, WRITES_ADJACENT, CONJUGATE,
+                BT,
+            )  # fmt: skip
+        batch = next_batch
+        s0 = next_s0
+        mask = tile_mask(s0, S, h0, H, BT, BH, WHOLE_BLOCKS)
+        ga, gb, grest, xa, xb, xrest = next_ga, next_gb, next_grest, next_xa, next_xb, next_xrest
+    if NEEDS_WEIGHT:
+        store_partial(ROW, dwa, dwb, dwrest, H, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
+    if NEEDS_BIAS:
+        BIAS_COLUMN: tl.constexpr = (H * D if PER_HEAD else D) if NEEDS_WEIGHT else 0
+        store_partial(ROW + BIAS_COLUMN, dba, dbb, dbrest, H, PER_HEAD, D, R, START, L, P, PARAMETER_ADJACENT)
+
+
+BACKWARD_INTEGERS = (
+    "S", "blocks_per_sequence", "blocks", "walkers", "copiers", "table_r", "table_b", "table_s", "position_r",
+    "position_b", "position_s", "max_position", "gq_b", "gq_s", "gq_h", "q_b", "q_s", "q_g", "q_h", "dq_b", "dq_s",
+    "dq_g", "dq_h", "gk_b", "gk_s", "gk_h", "k_b", "k_s", "k_h", "dk_b", "dk_s", "dk_h", "gv_b", "gv_s", "gv_h", "dv_b",
+    "dv_s", "dv_h",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=BACKWARD_INTEGERS)
+def backward_kernel(
+    GQ, Q, DQ, GK, K, DK, GV, DV, QW, QB, KW, KB, COS, SIN, POSITIONS, PARTIAL, DCOS, DSIN, S, blocks_per_sequence,
+    blocks, walkers, copiers, table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+    gq_b, gq_s, gq_h, q_b, q_s, q_g, q_h, dq_b, dq_s, dq_g, dq_h, gk_b, gk_s, gk_h, k_b, k_s, k_h, dk_b, dk_s, dk_h,
+    gv_b, gv_s, gv_h, dv_b, dv_s, dv_h,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
+    WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr,
+    LANE_STRIDE: tl.constexpr, GATHER: tl.constexpr, MROPE: tl.constexpr, SECTION_T: tl.constexpr,
+    SECTION_H: tl.constexpr, SECTION_W: tl.constexpr, NORM: tl.constexpr, HIDDEN: tl.constexpr,
+    NORM_FIRST: tl.constexpr, EPS: tl.constexpr, PER_HEAD: tl.constexpr, HAS_QW: tl.constexpr, HAS_QB: tl.constexpr,
+    HAS_KW: tl.constexpr, HAS_KB: tl.constexpr, HAS_X: tl.constexpr, NEEDS_DQ: tl.constexpr, NEEDS_DK: tl.constexpr,
+    NEEDS_QW: tl.constexpr, NEEDS_QB: tl.constexpr, NEEDS_KW: tl.constexpr, NEEDS_KB: tl.constexpr,
+    NEEDS_TABLES: tl.constexpr, Q_COLUMNS: tl.constexpr, K_COLUMNS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
+    WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
+    BHV: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Each head tile of q and k has `walkers` programs, each tile of v `copiers`."""
+    Q_TILES: tl.constexpr = (HQ + BHQ - 1) // BHQ
+    K_TILES: tl.constexpr = (HK + BHK - 1) // BHK
+    V_TILES: tl.constexpr = (HV + BHV - 1) // BHV
+    TILES: tl.constexpr = Q_TILES + K_TILES
+    T: tl.constexpr = R if PER_LANE else R // 2
+    program = tl.program_id(0)
+    tile = program % TILES
+    first = program // TILES
+    if NEEDS_TABLES:
+        # One plane a tile: a program does not see the other heads.
+        plane = tile.to(tl.int64) * (blocks // blocks_per_sequence) * S * T
+        DCOS += plane
+        DSIN += plane
+    if program >= walkers * TILES:
+        if V_TILES > 0:
+            h0 = (program - walkers * TILES) % V_TILES * BHV
+            for block in range((program - walkers * TILES) // V_TILES, blocks, copiers):
+                copy_stream(
+                    GV, gv_b, gv_s, gv_h, DV, dv_b, dv_s, dv_h, block // blocks_per_sequence,
+                    (block % blocks_per_sequence) * BT, S, h0, HV, BHV, D, PAD, VEC, WIDE, WHOLE_BLOCKS, BT,
+                )  # fmt: skip
+    elif tile < Q_TILES:
+        backward_stream(
+            GQ, gq_b, gq_s, gq_h, Q, q_b, q_s, q_g, q_h, DQ, dq_b, dq_s, dq_g, dq_h, QW, QB, COS, SIN, POSITIONS,
+            table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+            PARTIAL + (first * Q_TILES + tile) * Q_COLUMNS, DCOS, DSIN, first, walkers, blocks, blocks_per_sequence, S,
+            tile * BHQ, HQ, BHQ, GROUP, HAS_QW, HAS_QB, PER_HEAD, HAS_X, NEEDS_DQ, NEEDS_QW, NEEDS_QB, NEEDS_TABLES, D,
+            R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC, LANE_STRIDE,
+            GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE,
+            WHOLE_BLOCKS, BT,
+        )  # fmt: skip
+    elif HK > 0:
+        row = walkers * Q_TILES * Q_COLUMNS + (first * K_TILES + tile - Q_TILES) * K_COLUMNS
+        backward_stream(
+            GK, gk_b, gk_s, gk_h, K, k_b, k_s, 0, k_h, DK, dk_b, dk_s, 0, dk_h, KW, KB, COS, SIN, POSITIONS,
+            table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+            PARTIAL + row, DCOS, DSIN, first, walkers, blocks, blocks_per_sequence, S, (tile - Q_TILES) * BHK, HK, BHK,
+            0, HAS_KW, HAS_KB, PER_HEAD, HAS_X, NEEDS_DK, NEEDS_KW, NEEDS_KB, NEEDS_TABLES, D, R, START, L, P, ROTATE,
+            READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC, LANE_STRIDE, GATHER, MROPE, SECTION_T,
+            SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
+        )  # fmt: skip
+
+
+@triton.jit
 def store_slice(OUT, total, column, BEGIN: tl.constexpr, SIZE: tl.constexpr):
     """The columns [BEGIN, BEGIN + SIZE) of `total`, rounded to OUT's dtype."""
     tl.store(OUT + (column - BEGIN), total.to(OUT.dtype.element_ty), mask=(column >= BEGIN) & (column < BEGIN + SIZE))
 
 
-@triton.jit(do_not_specialize=("rows",))
+@triton.jit(do_not_specialize=("q_rows", "k_rows"))
 def reduce_kernel(
     PARTIAL,
-    OUT0,
-    OUT1,
-    OUT2,
-    OUT3,
-    rows,
-    SIZE0: tl.constexpr,
-    SIZE1: tl.constexpr,
-    SIZE2: tl.constexpr,
-    SIZE3: tl.constexpr,
+    QW,
+    QB,
+    KW,
+    KB,
+    q_rows,
+    k_rows,
+    QW_SIZE: tl.constexpr,
+    QB_SIZE: tl.constexpr,
+    KW_SIZE: tl.constexpr,
+    KB_SIZE: tl.constexpr,
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Sum PARTIAL [rows, SIZE0 + … + SIZE3] over its rows, in an order fixed by ROWS, into up to four gradients."""
-    COLUMNS: tl.constexpr = SIZE0 + SIZE1 + SIZE2 + SIZE3
+    """Sum the rows of PARTIAL, [q_rows, QW_SIZE + QB_SIZE] followed by [k_rows, KW_SIZE + KB_SIZE], in an order fixed
+    by ROWS, into the gradients of the parameters."""
+    Q: tl.constexpr = QW_SIZE + QB_SIZE
+    K: tl.constexpr = KW_SIZE + KB_SIZE
     column = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    is_q = column < Q
+    rows = tl.where(is_q, q_rows, tl.where(column < Q + K, k_rows, 0))
+    corner = tl.where(is_q, column, q_rows * Q + column - Q)
+    width = tl.where(is_q, Q, K)
     total = tl.zeros([ROWS, COLS], ACC)
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-        total += tl.load(PARTIAL + row[:, None] * COLUMNS + column[None, :], mask=mask, other=0)
+    for start in range(0, max(q_rows, k_rows), ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(PARTIAL + row * width[None, :] + corner[None, :], mask=row < rows[None, :], other=0)
     result = tl.sum(total, 0)
-    store_slice(OUT0, result, column, 0, SIZE0)
-    if SIZE1 > 0:
-        store_slice(OUT1, result, column, SIZE0, SIZE1)
-    if SIZE2 > 0:
-        store_slice(OUT2, result, column, SIZE0 + SIZE1, SIZE2)
-    if SIZE3 > 0:
-        store_slice(OUT3, result, column, SIZE0 + SIZE1 + SIZE2, SIZE3)
+    if QW_SIZE > 0:
+        store_slice(QW, result, column, 0, QW_SIZE)
+    if QB_SIZE > 0:
+        store_slice(QB, result, column, QW_SIZE, QB_SIZE)
+    if KW_SIZE > 0:
+        store_slice(KW, result, column, Q, KW_SIZE)
+    if KB_SIZE > 0:
+        store_slice(KB, result, column, Q + KW_SIZE, KB_SIZE)

@@ -72,6 +72,15 @@ def programs_per_multiprocessor(warps: int) -> int:
     return max(RESIDENT_WARPS // warps, 2)
 
 
+def shares(resident: int, tiles: int, v_tiles: int, blocks: int) -> tuple[int, int]:
+    """How many of the `resident` programs walk over the blocks of each head tile of q and k, and of v.
+
+    A block of q or k moves three tiles' bytes, a block of v two: all should end at the same time.
+    """
+    walkers = max(1, min(blocks, 3 * resident // (3 * tiles + 2 * v_tiles)))
+    return walkers, max(1, min(blocks, 2 * walkers // 3))
+
+
 def _heads(q_heads: int, k_heads: int, all_heads: bool, limit: int) -> tuple[int, int, int]:
     k_heads = max(k_heads, 1)
     if all_heads:
