@@ -28,6 +28,7 @@ from .replay import Key, Replay, Work, call_key
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _BACKENDS = frozenset({DispatchKey.CPU, DispatchKey.CUDA})
 _KEPT_REPLAYS = 4096
+_operators: list[Operator] = []
 
 
 class Planned(Protocol):
@@ -81,11 +82,13 @@ class Operator:
         library.impl(name, self.forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         library.impl(name, self.autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"{library.ns}::{name}", self.fake, lib=library)
+        _operators.append(self)
 
     def __call__(self, *args: Tensor | None, **options: Any) -> Any:
         """As `torch.ops.fusion_pass.<name>`."""
         if torch.compiler.is_compiling() or not plain(args):
             return self.overload(*args, **options)
+        args = self.padded(args)
         replay = self._replays.get(self._key(args, options))
         if replay is None:
             return self.overload(*args, **options)
@@ -98,6 +101,7 @@ class Operator:
 
     def forward(self, *args: Tensor | None, **options: Any) -> Any:
         """The kernel behind all dispatch keys."""
+        args = self.padded(args)
         key = self._key(args, options)
         replay = self._replays.get(key)
         if replay is not None:
@@ -138,16 +142,22 @@ class Operator:
             return self.overload.redispatch(rest, *args, **options)
 
     def padded(self, args: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """All positional arguments: the dispatcher drops those at the end that are None."""
+        """All positional arguments: callers and the dispatcher leave out those at the end that are None."""
         return (*args, *(None,) * (self._positional - len(args)))
 
     def _key(self, args: Sequence[Tensor | None], options: dict[str, Any]) -> Key:
-        return (registry.generation(), *call_key(self.padded(args), options, self._defaults))
+        return (registry.generation(), *call_key(args, options, self._defaults))
 
     def _returned(self, results: list[Tensor]) -> Any:
         if self._returns_list:
             return results
         return tuple(results) if len(results) > 1 else results[0]
+
+
+def forget_replays() -> None:
+    """Plan every call anew: for those who change what planning depends on (tile searches)."""
+    for operator in _operators:
+        operator._replays.clear()
 
 
 def plain(args: Sequence[object]) -> bool:
@@ -189,7 +199,7 @@ def _differentiable(operator: Operator, backward: Operator, arguments: Different
         def forward(
             ctx: Any, way: DispatchKeySet | Replay, options: dict[str, Any], *args: Tensor | None
         ) -> Tensor | tuple[Tensor, ...]:
-            given = operator.padded(args)
+            given: Sequence[Tensor | None] = operator.padded(args)
             results: Tensor | tuple[Tensor, ...] = operator.below_autograd(way, given, options)
             needs = ctx.needs_input_grad
             ctx.mask = [i < len(args) and needs[i + 2] for i in indices]

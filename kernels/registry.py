@@ -82,6 +82,7 @@ _generation = 0
 
 def generation() -> int:
     """Changes whenever a kernel is registered: a choice made earlier may not be the choice now."""
+    _discover()
     return _generation
 
 

@@ -54,15 +54,16 @@ def call_key(tensors: Sequence[Tensor | None], options: Mapping[str, Any], defau
 class Replay:
     """A call that can be made again with other tensors of the same `call_key`."""
 
-    __slots__ = ("_allocations", "_results", "_works")
+    __slots__ = ("_allocations", "_arguments", "_results", "_works")
 
     def __init__(
         self,
+        arguments: int,
         results: int,
         allocations: Sequence[Tensor],
         works: Sequence[tuple[Launchable, Sequence[tuple[int, int]]]],
     ) -> None:
-        self._results = results
+        self._arguments, self._results = arguments, results
         self._allocations = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in allocations]
         # (launch, indices of the bases, byte offsets; None where all are zero)
         self._works = [
@@ -91,10 +92,12 @@ class Replay:
             if len(known) < len(slots):
                 return None
             located.append((work.launch, known))
-        return cls(len(results), allocations, located)
+        return cls(len(arguments), len(results), allocations, located)
 
     def __call__(self, arguments: Sequence[Tensor | None]) -> list[Tensor]:
         """The results."""
+        if len(arguments) != self._arguments:
+            raise ValueError(f"the call had {self._arguments} tensor arguments (None counts), now {len(arguments)}.")
         made = [
             torch.empty_strided(size, stride, dtype=dtype, device=device)
             for size, stride, dtype, device in self._allocations

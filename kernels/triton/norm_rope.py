@@ -20,7 +20,6 @@ from .norm_rope_tiles import (
     backward_tiles,
     forward_tiles,
     next_power_of_2,
-    programs_per_multiprocessor,
     shares,
 )
 
@@ -96,7 +95,7 @@ def forward(
         "BHV": tiles.v_heads,
         "PAD": next_power_of_2(head_dim),
     }
-    return [_launch(forward_kernel, grid, pointers, numbers, constants, tiles.warps)]
+    return [_launch(forward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)]
 
 
 def backward(
@@ -135,8 +134,7 @@ def backward(
     v_tiles = triton.cdiv(v_heads, tiles.v_heads)
     walkers = copiers = total
     if any(sizes):
-        resident = programs_per_multiprocessor(tiles.warps) * _multiprocessors(device)
-        walkers, copiers = shares(resident, q_tiles + k_tiles, v_tiles, total)
+        walkers, copiers = shares(tiles.programs * _multiprocessors(device), q_tiles + k_tiles, v_tiles, total)
     partial = None
     if any(sizes):
         partial = torch.empty(walkers * (q_tiles * q_columns + k_tiles * k_columns), dtype=acc, device=device)
@@ -209,7 +207,7 @@ def backward(
         "PAD": next_power_of_2(head_dim),
     }
     grid = walkers * (q_tiles + k_tiles) + copiers * v_tiles
-    works = [_launch(backward_kernel, grid, pointers, numbers, constants, tiles.warps)]
+    works = [_launch(backward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)]
     if partial is not None:
         works.append(_reduce(partial, outputs, sizes, (walkers * q_tiles, walkers * k_tiles), acc))
     if dcos is not None and dsin is not None:
@@ -239,9 +237,11 @@ def _launch(
     numbers: Sequence[int],
     constants: dict[str, Any],
     warps: int,
+    registers: int | None = None,
 ) -> Work:
     dtypes = [tensor.dtype for tensor in pointers]
-    launch = Launch(kernel, (programs,), pointers[0].device, dtypes, numbers, constants, num_warps=warps)
+    options = {"num_warps": warps} if registers is None else {"num_warps": warps, "maxnreg": registers}
+    launch = Launch(kernel, (programs,), pointers[0].device, dtypes, numbers, constants, **options)
     launch.on(pointers)
     return Work(launch, pointers)
 

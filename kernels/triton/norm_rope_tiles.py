@@ -7,7 +7,7 @@ holds several heads, because a token's tables are read once a tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FORWARD_ELEMENTS = 2048
 """Elements of a forward tile (BT x BH x padded head_dim); twice as many where k has fewer heads than fill it."""
@@ -23,13 +23,19 @@ MAX_HEADS = 8
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens in a tile, heads of q, k and v in a tile, and warps of a program."""
+    """Tokens in a tile, heads of q, k and v in a tile, and warps of a program.
+
+    `programs`: persistent programs on a multiprocessor (backward); `registers`: most registers of a thread (None: as
+    the compiler likes).
+    """
 
     tokens: int
     q_heads: int
     k_heads: int
     v_heads: int
     warps: int
+    programs: int = 0
+    registers: int | None = None
 
 
 def next_power_of_2(n: int) -> int:
@@ -64,12 +70,8 @@ def backward_tiles(
 ) -> Tiles:
     """Tiles of the backward; see `forward_tiles`. `heavy`: gradients of biases or tables are accumulated, too."""
     q, k, v = _heads(q_heads, k_heads, all_heads, BACKWARD_HEADS)
-    return _tiles(q, k, v, head_lanes, sequence, 1 if all_heads else BACKWARD_ELEMENTS, 4 if heavy else 8)
-
-
-def programs_per_multiprocessor(warps: int) -> int:
-    """Persistent backward programs on each multiprocessor: what fits at once, so that none waits for another to end."""
-    return max(RESIDENT_WARPS // warps, 2)
+    tiles = _tiles(q, k, v, head_lanes, sequence, 1 if all_heads else BACKWARD_ELEMENTS, 4 if heavy else 8)
+    return replace(tiles, programs=max(RESIDENT_WARPS // tiles.warps, 1))
 
 
 def shares(resident: int, tiles: int, v_tiles: int, blocks: int) -> tuple[int, int]:

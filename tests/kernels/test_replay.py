@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion_pass.kernels import qk_norm_rope, qkv_norm_rope
 from fusion_pass.kernels.ops import OPERATORS
-from fusion_pass.kernels.registration import plain
+from fusion_pass.kernels.registration import forget_replays, plain
 from fusion_pass.kernels.replay import Replay, Work, call_key
 
 
@@ -93,6 +93,32 @@ def test_only_plain_eager_calls_take_the_short_way() -> None:
     with torch.profiler.profile():
         assert not plain([x])
     assert torch.func.vmap(lambda row: torch.tensor(plain([row])))(x).tolist() == [False, False]
+
+
+def test_every_way_in_is_replayed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trailing arguments left out, given as None, through the dispatcher or not: one replay, the right addresses."""
+    from fusion_pass.kernels import reference
+
+    launch = Recorder()
+
+    def forward(streams: Any, tables: Any, options: Any, copy: Any = None) -> list[Work]:
+        tensors = [t for s in streams for t in (s.x, s.out, s.weight)] + [tables.cos, tables.sin]
+        return [Work(launch, tensors)]
+
+    monkeypatch.setattr(reference, "forward", forward)
+    forget_replays()
+    options: dict[str, Any] = {"norm": "rms", "eps": 1e-6, "rotary_dim": 8, "backend": "reference"}
+    overload = torch.ops.fusion_pass.qk_norm_rope.default
+    for call, extra in ((overload, ()), (qk_norm_rope, ()), (overload, (None, None)), (qk_norm_rope, (None, None))):
+        q, k, cos, sin = torch.zeros(1, 3, 4, 8), torch.zeros(1, 3, 2, 8), torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
+        weights = torch.zeros(8), torch.zeros(8)
+        launch.addresses = []
+        q_out, k_out = call(q, k, cos, sin, None, *weights, *extra, **options)
+        if call is overload and not extra:
+            continue  # the first call plans
+        expected = (q, q_out, weights[0], k, k_out, weights[1], cos, sin)
+        assert launch.addresses == [t.data_ptr() for t in expected]
+    forget_replays()
 
 
 OPTIONS: dict[str, Any] = {"norm": "rms", "eps": 1e-6, "rotary_dim": 64}
