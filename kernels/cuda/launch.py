@@ -2,7 +2,7 @@
 
 A kernel takes one structure by value (`source/forward.cuh` and others): addresses, strides in bytes, sizes, all of them
 64-bit words. `Arguments` collects them in order. A `Launch` keeps them; a call copies the words, writes the addresses
-and hands them to `cuLaunchKernel`, on the current stream, so CUDA graphs capture it like any other launch.
+and hands them to `cuLaunchKernelEx`, on the current stream, so CUDA graphs capture it like any other launch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,8 @@ from .compiler import load
 from .instance import WIDEST, Instance
 
 _INVALID_CONTEXT = 201
+_KEPT_STREAMS = 64
+_Pointer = ctypes.c_void_p * 1
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -30,13 +33,17 @@ class Arguments:
     def __init__(self) -> None:
         self.words: list[int] = []
         self.tensors: list[Tensor] = []
-        self.slots: list[tuple[int, int]] = []
-        """(index of the word, which bits of the address matter for how wide memory may be accessed)."""
+        self.slots: list[int] = []
+        """Where the addresses stand among the words, in the order of `tensors`."""
+        self.scalars: set[int] = set()
+        """Those of `slots` whose memory is read one element at a time, whatever its alignment."""
 
     def address(self, tensor: Tensor | None, vectors: bool = True) -> None:
         """The address of `tensor`; null for None. `vectors`: it is read or written in vectors."""
         if tensor is not None:
-            self.slots.append((len(self.words), WIDEST - 1 if vectors else 0))
+            self.slots.append(len(self.words))
+            if not vectors:
+                self.scalars.add(len(self.words))
             self.tensors.append(tensor)
         self.words.append(0)
 
@@ -52,17 +59,23 @@ class Arguments:
 class Launch:
     """A kernel with all its arguments but the addresses; see `kernels/replay.py`."""
 
-    __slots__ = ("_functions", "_grid", "_index", "_slots", "_threads", "_words", "instance", "repeatable")
+    __slots__ = (
+        "_configs", "_functions", "_grid", "_index", "_scalars", "_slots", "_threads", "_words", "instance",
+        "repeatable",
+    )  # fmt: skip
 
     def __init__(self, instance: Instance, grid: int, threads: int, arguments: Arguments, device: torch.device) -> None:
         if grid >= 2**31:
             raise ValueError(f"{instance.name} needs {grid} blocks, and a launch takes 2^31 - 1; split the sequence.")
-        self.instance = instance
+        # The sources assert that their structure has as many words.
+        self.instance = replace(instance, constants={**instance.constants, "ARGUMENT_WORDS": len(arguments.words)})
         self.repeatable = True
         self._grid, self._threads, self._index = grid, threads, device.index
-        self._words, self._slots = tuple(arguments.words), tuple(arguments.slots)
+        self._words = array("Q", arguments.words)
+        self._slots, self._scalars = tuple(arguments.slots), frozenset(arguments.scalars)
         # By the alignment of the addresses, which may narrow the accesses: the kernel and what keeps it loaded.
         self._functions: dict[int, tuple[int, Any]] = {}
+        self._configs: dict[int, Any] = {}
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch on the current stream of the device. `addresses`: of `Arguments.tensors`."""
@@ -73,24 +86,39 @@ class Launch:
                 self._launch(addresses)
 
     def _launch(self, addresses: Sequence[int]) -> None:
-        words = list(self._words)
-        bits = WIDEST
-        for (slot, mask), address in zip(self._slots, addresses, strict=True):
+        words = self._words[:]
+        bits = 0
+        for slot, address in zip(self._slots, addresses, strict=True):
             words[slot] = address
-            bits |= address & mask
-        function, _ = self._functions.get(bits & -bits) or self._load(bits & -bits)
-        values = array("Q", words)
-        pointers = (ctypes.c_void_p * 1)(values.buffer_info()[0])
-        # The driver copies the arguments before it returns.
+            bits |= address
+        alignment = WIDEST if bits % WIDEST == 0 else self._alignment(addresses)
+        function, _ = self._functions.get(alignment) or self._load(alignment)
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        call = (function, self._grid, 1, 1, self._threads, 1, 1, 0, stream, pointers, None)
-        error = _driver().cuLaunchKernel(*call)
+        _, config = self._configs.get(stream) or self._configuration(stream)
+        # The driver copies the arguments before it returns.
+        pointers = _Pointer(words.buffer_info()[0])
+        error = _driver().cuLaunchKernelEx(config, function, pointers, None)
         if error == _INVALID_CONTEXT:
             # A thread that has not used the device yet.
             torch.cuda.set_device(self._index)
-            error = _driver().cuLaunchKernel(*call)
+            error = _driver().cuLaunchKernelEx(config, function, pointers, None)
         if error:
-            raise RuntimeError(f"cuLaunchKernel of {self.instance.name} failed with CUDA error {error}.")
+            raise RuntimeError(f"cuLaunchKernelEx of {self.instance.name} failed with CUDA error {error}.")
+
+    def _alignment(self, addresses: Sequence[int]) -> int:
+        bits = WIDEST
+        for slot, address in zip(self._slots, addresses, strict=True):
+            if slot not in self._scalars:
+                bits |= address
+        return bits & -bits
+
+    def _configuration(self, stream: int) -> Any:
+        """The launch's shape, kept for each stream: two threads may launch on two streams at once."""
+        config = _LaunchConfig(self._grid, 1, 1, self._threads, 1, 1, 0, stream, None, 0)
+        if len(self._configs) >= _KEPT_STREAMS:
+            self._configs.clear()
+        self._configs[stream] = config, ctypes.byref(config)
+        return self._configs[stream]
 
     def _load(self, alignment: int) -> tuple[int, Any]:
         major, minor = torch.cuda.get_device_capability(self._index)
@@ -99,10 +127,23 @@ class Launch:
         return self._functions[alignment]
 
 
+class _LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig` of cuda.h."""
+
+    _fields_ = (
+        *((f"grid_{axis}", ctypes.c_uint) for axis in "xyz"),
+        *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
 @lru_cache
 def _driver() -> ctypes.CDLL:
     """The driver's library, which PyTorch has loaded already."""
     library = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
-    pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
-    library.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
+    pointer = ctypes.c_void_p
+    library.cuLaunchKernelEx.argtypes = [ctypes.POINTER(_LaunchConfig), pointer, ctypes.POINTER(pointer), pointer]
     return library

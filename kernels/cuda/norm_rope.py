@@ -108,7 +108,7 @@ def forward_work(streams: Sequence[Stream], tables: Tables | None, options: Opti
     site.write_tables(arguments)
     site.write_size(arguments)
     arguments.real(options.eps or 0.0)
-    groups = -(-sum(site.heads) // (heads_per_warp(slots) * tile.unroll))
+    groups = -(-(site.heads[0] + site.heads[1]) // (heads_per_warp(slots) * tile.unroll))
     blocks = -(-site.tokens * groups // tile.warps)
     return Work(Launch(instance, blocks, 32 * tile.warps, arguments, q.x.device), arguments.tensors)
 
@@ -198,7 +198,7 @@ class BackwardWork:
         accesses = self._accesses()
         tile = backward_tile(constants, accesses, self._acc.itemsize)
         instance = Instance("backward", self._types, {**constants, **tile_constants(tile)}, accesses)
-        groups = -(-sum(site.heads) // heads_per_warp(self._slots))
+        groups = -(-(site.heads[0] + site.heads[1]) // heads_per_warp(self._slots))
         # Every slice of the tokens is walked by all groups of heads: whole rounds of groups fill whole blocks.
         round_ = groups // math.gcd(groups, tile.warps)
         needed = -(-site.tokens * groups // tile.warps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .instance import Access, Constant
+from .instance import Access, Constant, heads_per_warp
 
 TABLE_GRADIENT_WARPS = 4
 
@@ -27,17 +27,25 @@ class Tile(NamedTuple):
 def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
     """For an instance of the forward."""
     words = _words(constants, accesses, acc_bytes)
-    return Tile(4, 6) if words <= 48 else Tile(4, 4) if words <= 80 else Tile(4, 2)
+    if words > 80:
+        return Tile(4, 2)
+    # Twice as many heads share the tables, if few lanes stay without a head.
+    heads, at_once = int(constants["Q_HEADS"]) + int(constants["K_HEADS"]), 2 * heads_per_warp(constants)
+    if words <= 48 and heads >= 0.9 * at_once * -(-heads // at_once):
+        return Tile(4, 4, unroll=2)
+    return Tile(4, 6) if words <= 48 else Tile(4, 4)
 
 
 def backward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
     """For an instance of the backward."""
     words = _words(constants, accesses, acc_bytes)
-    # The rows of three positions, and lanes that change places, cost registers beyond what is counted.
-    extra = constants["MROPE"] == "INTERLEAVED" or constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
+    # Entries that are read one by one are many loads: those of the heads go first.
+    wide = accesses["TABLE_BYTES"].bytes > accesses["TABLE_BYTES"].itemsize
     if words > 96:
-        return Tile(4, 2, tables_first=True)
-    return Tile(4, 3, tables_first=True) if extra else Tile(8, 2, tables_first=True)
+        return Tile(4, 2, tables_first=wide)
+    # Lanes that change places cost registers beyond what is counted.
+    moves = constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
+    return Tile(4, 3 if moves else 4, tables_first=wide)
 
 
 def _words(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> int:

@@ -4,7 +4,7 @@
 //   norm last:   z = R x,    xhat = z r(z),      dw = sum g xhat,   db = sum g,   dx = R' norm'(g w)
 //
 // The norm is recomputed from x, which is read anyway; nothing else was saved. dq, dk and dv go into one buffer in one
-// pass. A warp keeps one group of heads and walks over the tokens, so the sums of dw and db stay in its registers; at
+// pass; v's share of it is only moved. A warp keeps one group of heads and walks over the tokens, so the sums of dw and db stay in its registers; at
 // the end a block adds its warps' sums in a fixed order and writes one row of `partial`, which reduce.cuh adds up. The
 // grid decides the order, and is the same from run to run: so are the bits.
 //
@@ -22,8 +22,9 @@ struct BackwardArguments {
   long long tokens, sequence;
   double eps;
 };
+static_assert(sizeof(BackwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
-constexpr int GROUPS = (ALL_HEADS + HEADS_PER_WARP - 1) / HEADS_PER_WARP;
+constexpr int GROUPS = (HEADS + HEADS_PER_WARP - 1) / HEADS_PER_WARP;
 constexpr int SUMS = int(NEEDS_WEIGHT) + int(NEEDS_BIAS);
 // Columns of a row of `partial`: q_weight, q_bias, k_weight, k_bias, those that are needed.
 constexpr int Q_COLUMNS = PER_HEAD ? Q_HEADS * HEAD_DIM : HEAD_DIM;
@@ -84,7 +85,7 @@ __device__ void block_sums(Acc* partial, int kind, const Tile& sum, const Lane& 
       const int first_head = (blockIdx.x * WARPS + w) % GROUPS * HEADS_PER_WARP;
       for (int h = 0; h < HEADS_PER_WARP; ++h) {
         const int head = first_head + h;
-        const bool counts = stream == 0 ? head < Q_HEADS : head >= Q_HEADS && head < ROTATED_HEADS;
+        const bool counts = stream == 0 ? head < Q_HEADS : head >= Q_HEADS && head < HEADS;
         if (counts) total += rows[(w * HEADS_PER_WARP + h) * HEAD_DIM + parameter_lane];
       }
     }
@@ -100,27 +101,26 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
   // The host makes the number of warps a multiple of GROUPS: each slice of the tokens is walked by all groups.
   const unsigned slice = warp / GROUPS, slices = gridDim.x * WARPS / GROUPS;
   const Head head(warp % GROUPS * HEADS_PER_WARP + lane.head, lane.exists);
-  const bool rotates = head.rotates(), moves = V_HEADS > 0 && head.exists && head.is_v;
+  Moved<GROUPS> moved(warp % GROUPS);
 
   Raw<Param> weight;
-  if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, rotates);
-  const bool stores = head.is_q ? args.dq.base != nullptr : args.dk.base != nullptr;
+  if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
+  const bool stores = head.exists && (head.is_q ? args.dq.base : args.dk.base) != nullptr;
   Tile dweight{}, dbias{};
 
   for (unsigned flat = slice; flat < args.tokens; flat += slices) {
     const Token token = token_at(flat, args.sequence);
     RotationRaw tables;
     if (TABLES_FIRST) tables.load(args.tables, token, lane);
-    Raw<Grad> gradient;
     Raw<In> x;
-    if (HAS_X || V_HEADS > 0) {  // v heads are read here: their elements are those of x
-      x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, args.v_grad, token), lane, moves || (HAS_X && rotates));
-    }
-    gradient = load_head<GRAD_BYTES, Grad>(WRITE, head.at(args.q_grad, args.k_grad, args.k_grad, token), lane, rotates);
+    if (HAS_X) x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
+    const char* const gradient = head.at(args.q_grad, args.k_grad, token);
+    const Raw<Grad> raw = load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists);
+    moved.load<IN_BYTES>(args.v_grad, token, true);
     if (!TABLES_FIRST) tables.load(args.tables, token, lane);
 
     const Rotation rotation(tables, lane);
-    Tile g = unpack(WRITE, gradient, lane);
+    Tile g = unpack(WRITE, raw, lane);
     if (ROTATES && NORM_FIRST) rotation.apply_transposed(g, lane);
     if (NORMALISES) {
       Tile xhat = unpack(READ, x, lane);
@@ -131,18 +131,17 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
       norm_backward(g, xhat, r, weight, lane);
     }
     if (ROTATES && !NORM_FIRST) rotation.apply_transposed(g, lane);
-    char* const out = head.at(args.dq, args.dk, args.dv, token);
-    store_head<DX_BYTES>(READ, out, lane, pack_tile<In>(READ, g, lane), rotates && stores);
-    if (V_HEADS > 0) store_head<DX_BYTES>(READ, out, lane, x, moves);
+    store_head<DX_BYTES>(READ, head.at(args.dq, args.dk, token), lane, pack_tile<In>(READ, g, lane), stores);
+    moved.store<DX_BYTES>(args.dv, token);
   }
 
   if (SUMS > 0 && PER_HEAD) {
     Acc* row = args.partial + (long long)(slice) * COLUMNS + (head.is_q ? 0 : SUMS * Q_COLUMNS);
     const int columns = head.is_q ? Q_COLUMNS : K_COLUMNS;
-    if (NEEDS_WEIGHT) scatter(row + head.of_stream * HEAD_DIM, dweight, lane, rotates);
-    if (NEEDS_BIAS) scatter(row + int(NEEDS_WEIGHT) * columns + head.of_stream * HEAD_DIM, dbias, lane, rotates);
+    if (NEEDS_WEIGHT) scatter(row + head.of_stream * HEAD_DIM, dweight, lane, head.exists);
+    if (NEEDS_BIAS) scatter(row + int(NEEDS_WEIGHT) * columns + head.of_stream * HEAD_DIM, dbias, lane, head.exists);
   } else if (SUMS > 0) {
-    if (NEEDS_WEIGHT) block_sums(args.partial, 0, dweight, lane, rotates);
-    if (NEEDS_BIAS) block_sums(args.partial, int(NEEDS_WEIGHT), dbias, lane, rotates);
+    if (NEEDS_WEIGHT) block_sums(args.partial, 0, dweight, lane, head.exists);
+    if (NEEDS_BIAS) block_sums(args.partial, int(NEEDS_WEIGHT), dbias, lane, head.exists);
   }
 }

@@ -15,9 +15,10 @@ struct ForwardArguments {
   long long tokens, sequence;
   double eps;
 };
+static_assert(sizeof(ForwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
 constexpr int HEADS_AT_ONCE = HEADS_PER_WARP * UNROLL;
-constexpr int GROUPS = (ALL_HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+constexpr int GROUPS = (HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_forward(const __grid_constant__ ForwardArguments args) {
@@ -35,22 +36,23 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
-    x[u] = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, args.v, token), lane, head.exists);
+    x[u] = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
   }
+  Moved<GROUPS> moved(warp % GROUPS);
+  moved.load<IN_BYTES>(args.v, token, true);
   if (!TABLES_FIRST) tables.load(args.tables, token, lane);
   const Rotation rotation(tables, lane);
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
-    if (HAS_WEIGHT) weight[u] = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.rotates());
-    if (HAS_BIAS) bias[u] = load_parameter(head.bias(args.parameters), head.of_stream, lane, head.rotates());
+    if (HAS_WEIGHT) weight[u] = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
+    if (HAS_BIAS) bias[u] = load_parameter(head.bias(args.parameters), head.of_stream, lane, head.exists);
   }
   if (IN_PLACE) __syncwarp();  // a lane that one thread reads another may write
 
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
-    char* const out = head.at(args.q_out, args.k_out, args.v_out, token);
     Tile y = unpack(READ, x[u], lane);
     if (ROTATES && !NORM_FIRST) rotation.apply(y, lane);
     if (NORMALISES) {
@@ -58,7 +60,8 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
       scale_and_shift(y, weight[u], bias[u], lane);
     }
     if (ROTATES && NORM_FIRST) rotation.apply(y, lane);
-    store_head<OUT_BYTES>(WRITE, out, lane, pack_tile<Out>(WRITE, y, lane), head.rotates());
-    if (V_HEADS > 0) store_head<MOVE_BYTES>(READ, out, lane, x[u], head.exists && head.is_v);
+    char* const out = head.at(args.q_out, args.k_out, token);
+    store_head<OUT_BYTES>(WRITE, out, lane, pack_tile<Out>(WRITE, y, lane), head.exists);
   }
+  moved.store<MOVE_BYTES>(args.v_out, token);
 }

@@ -9,7 +9,7 @@
 //                            registers; or, if a vector is a single lane, two vectors next to each other
 //   adjacent to halves       read as two vectors next to each other, written as two R/2 apart
 //
-// A warp holds HEADS_PER_WARP heads, which follow each other in the order: q heads, k heads, v heads (only moved).
+// A warp holds HEADS_PER_WARP heads, which follow each other in the order: q heads, k heads.
 #pragma once
 #include "elements.cuh"
 
@@ -18,8 +18,7 @@ constexpr int ROTATED_SLOTS = ROTARY_DIM / (2 * PAIRS);
 constexpr int PASSING_SLOTS = SLOTS - ROTATED_SLOTS;
 constexpr int THREADS_PER_HEAD = (SLOTS + CHUNKS - 1) / CHUNKS;
 constexpr int HEADS_PER_WARP = 32 / THREADS_PER_HEAD;
-constexpr int ROTATED_HEADS = Q_HEADS + K_HEADS;
-constexpr int ALL_HEADS = ROTATED_HEADS + V_HEADS;
+constexpr int HEADS = Q_HEADS + K_HEADS;
 static_assert(HEAD_DIM % (2 * PAIRS) == 0 && ROTARY_DIM % (2 * PAIRS) == 0 && ROTARY_START % PAIRS == 0,
               "vectors may not straddle the rotated lanes");
 static_assert(THREADS_PER_HEAD <= 32 && (!SPLIT_PAIRS || PAIRS % 2 == 0), "");

@@ -1,6 +1,7 @@
 // Adds up the rows of `partial` [rows, columns], in an order that only the shape decides, into up to four gradients.
 //
-// A block takes 8 columns (one 32-byte sector a row, float) and walks over the rows with 32 threads a column.
+// A block takes 8 columns (one 32-byte sector a row, float) and walks over the rows with 32 threads a column, each with
+// 16 loads in flight: the rows are few, so this kernel is latency.
 #pragma once
 #include "elements.cuh"
 
@@ -10,8 +11,9 @@ struct ReduceArguments {
   long long end[4];  // the column after the last of each output; outputs that are absent end where they begin
   long long rows, columns;
 };
+static_assert(sizeof(ReduceArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
-constexpr int REDUCE_COLUMNS = 8, REDUCE_ROWS = 32;
+constexpr int REDUCE_COLUMNS = 8, REDUCE_ROWS = 32, IN_FLIGHT = 16;
 
 extern "C" __global__ void __launch_bounds__(REDUCE_COLUMNS * REDUCE_ROWS)
 norm_rope_reduce(const __grid_constant__ ReduceArguments args) {
@@ -20,8 +22,16 @@ norm_rope_reduce(const __grid_constant__ ReduceArguments args) {
   const long long column = (long long)(blockIdx.x) * REDUCE_COLUMNS + x;
   Acc total = 0;
   if (column < args.columns) {
-#pragma unroll 4
-    for (long long row = y; row < args.rows; row += REDUCE_ROWS) total += args.partial[row * args.columns + column];
+    for (long long first = y; first < args.rows; first += REDUCE_ROWS * IN_FLIGHT) {
+      Acc values[IN_FLIGHT];
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; ++i) {
+        const long long row = first + i * REDUCE_ROWS;
+        values[i] = row < args.rows ? args.partial[row * args.columns + column] : Acc(0);
+      }
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; ++i) total += values[i];
+    }
   }
   sums[y][x] = total;
   __syncthreads();

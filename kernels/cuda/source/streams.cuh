@@ -21,24 +21,52 @@ struct Parameters {
   const char* k_bias;
 };
 
-// One head of the order q, k, v.
+// One head of the order q, k.
 struct Head {
-  int index, of_stream;
-  bool is_q, is_v, exists;
+  int of_stream;
+  bool is_q, exists;
 
-  __device__ Head(int index, bool lane_exists) : index(index) {
-    exists = lane_exists && index < ALL_HEADS;
+  __device__ Head(int index, bool lane_exists) {
+    exists = lane_exists && index < HEADS;
     is_q = index < Q_HEADS;
-    is_v = V_HEADS > 0 && index >= ROTATED_HEADS;
-    of_stream = is_q ? index : is_v ? index - ROTATED_HEADS : index - Q_HEADS;
+    of_stream = is_q ? index : index - Q_HEADS;
   }
-  __device__ bool rotates() const { return exists && !is_v; }
-
-  // Field by field: a reference that depends on the lane would be a load from a varying address.
-  __device__ char* at(const Heads& q, const Heads& k, const Heads& v, const Token& token) const {
-    char* result = is_q ? q.at(token, of_stream, true) : k.at(token, of_stream, false);
-    return is_v ? v.at(token, of_stream, false) : result;
+  __device__ char* at(const Heads& q, const Heads& k, const Token& token) const {
+    return is_q ? q.at(token, of_stream, true) : k.at(token, of_stream, false);
   }
   __device__ const char* weight(const Parameters& p) const { return is_q ? p.q_weight : p.k_weight; }
   __device__ const char* bias(const Parameters& p) const { return is_q ? p.q_bias : p.k_bias; }
+};
+
+// The v heads of a token are moved as they are. Their vectors are dealt to all lanes of the GROUPS warps that share the
+// token, so that no warp has more to do than another; the last group, which may hold fewer heads, comes first.
+template <int GROUPS>
+struct Moved {
+  static constexpr int VECTORS = V_HEADS * (HEAD_DIM / PAIRS);
+  static constexpr int EACH = (VECTORS + 32 * GROUPS - 1) / (32 * GROUPS);
+  Vector<In, PAIRS> vectors[EACH > 0 ? EACH : 1];
+  int first;
+
+  __device__ explicit Moved(int group) : first((GROUPS - 1 - group) * 32 + threadIdx.x % 32) {}
+
+  template <int BYTES>
+  __device__ void load(const Heads& v, const Token& token, bool active) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int vector = first + i * 32 * GROUPS;
+      vectors[i] = ::load<BYTES, In, PAIRS>(address(v, token, vector), active && vector < VECTORS);
+    }
+  }
+  template <int BYTES>
+  __device__ void store(const Heads& v, const Token& token) const {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int vector = first + i * 32 * GROUPS;
+      ::store<BYTES>(address(v, token, vector), vectors[i], vector < VECTORS);
+    }
+  }
+  static __device__ char* address(const Heads& v, const Token& token, int vector) {
+    constexpr int A_HEAD = HEAD_DIM / PAIRS;
+    return v.at(token, vector / A_HEAD, false) + vector % A_HEAD * (PAIRS * int(sizeof(In)));
+  }
 };

@@ -18,6 +18,7 @@ struct TableGradientArguments {
   long long tokens, sequence;
   double eps;
 };
+static_assert(sizeof(TableGradientArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
 constexpr int ENTRIES = PER_LANE ? ROTARY_DIM : ROTARY_DIM / 2;
 
@@ -63,14 +64,14 @@ norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
   const Token token = token_at(flat, args.sequence);
   const Lane lane;
   Tile dcos{}, dsin{};
-  for (int first = 0; first < ROTATED_HEADS; first += HEADS_PER_WARP) {
+  for (int first = 0; first < HEADS; first += HEADS_PER_WARP) {
     const Head head(first + lane.head, lane.exists);
-    const bool active = head.rotates();
+    const bool active = head.exists;
     Raw<Param> weight, bias;
     if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, active);
     if (HAS_BIAS) bias = load_parameter(head.bias(args.parameters), head.of_stream, lane, active);
-    const char* const x = head.at(args.q, args.k, args.k, token);
-    const char* const gradient = head.at(args.q_grad, args.k_grad, args.k_grad, token);
+    const char* const x = head.at(args.q, args.k, token);
+    const char* const gradient = head.at(args.q_grad, args.k_grad, token);
     Tile n = unpack(READ, load_head<IN_BYTES, In>(READ, x, lane, active), lane);
     Tile g = unpack(WRITE, load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, active), lane);
     if (NORMALISES && NORM_FIRST) {

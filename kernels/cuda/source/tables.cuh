@@ -35,31 +35,33 @@ __device__ __forceinline__ int mrope_row(int j) {
 
 // Where the token's rows start. A position outside the table is remembered, and nothing is read for it.
 struct Rows {
-  long long offset[TABLE_ROWS];
-  bool inside[TABLE_ROWS];
+  long long offset[GATHER ? TABLE_ROWS : 1];
+  bool inside[GATHER ? TABLE_ROWS : 1];
+  long long row_stride;
 
-  __device__ Rows(const Tables& tables, const Token& token) {
+  __device__ Rows(const Tables& tables, const Token& token) : row_stride(tables.row) {
+    if constexpr (GATHER) {
 #pragma unroll
-    for (int row = 0; row < TABLE_ROWS; ++row) {
-      if (GATHER) {
+      for (int row = 0; row < TABLE_ROWS; ++row) {
         const char* address = tables.positions + row * tables.position_row + token.batch * tables.position_batch +
                               token.index * tables.position_token;
         const Position position = *reinterpret_cast<const Position*>(address);
         // One unsigned comparison finds negative positions too; those of 64 unsigned bits stay what they are.
         inside[row] = (unsigned long long)(position) < (unsigned long long)(tables.max_position);
         offset[row] = (long long)(position) * tables.token;
-      } else {
-        inside[row] = true;
-        offset[row] = row * tables.row + token.batch * tables.batch + token.index * tables.token;
       }
+    } else {
+      offset[0] = token.batch * tables.batch + token.index * tables.token;
     }
   }
   __device__ long long offset_of(int row) const {
-    if constexpr (TABLE_ROWS == 1) return offset[0];
+    if constexpr (!GATHER) return offset[0] + row * row_stride;
+    else if constexpr (TABLE_ROWS == 1) return offset[0];
     else return row == 0 ? offset[0] : row == 1 ? offset[1] : offset[2];
   }
   __device__ bool inside_of(int row) const {
-    if constexpr (TABLE_ROWS == 1) return inside[0];
+    if constexpr (!GATHER) return true;
+    else if constexpr (TABLE_ROWS == 1) return inside[0];
     else return row == 0 ? inside[0] : row == 1 ? inside[1] : inside[2];
   }
 };
@@ -87,15 +89,17 @@ struct RotationRaw {
     }
   }
 
-  // TABLE_VECTOR entries from `entry` on. A position outside the table gives NaN: the mistake shows.
+  // TABLE_VECTOR entries from `entry` on. A position outside the table gives NaN: the mistake shows. Slots that do not
+  // exist get zeros: they take part in sums.
   __device__ void read(const Rows& rows, const Tables& tables, Vector<Table, PAIRS>& c, Vector<Table, PAIRS>& s, int i,
                        int entry, bool needed) {
     const int pair = !PER_LANE ? entry : WRITES_ADJACENT ? entry / 2 : entry % (ROTARY_DIM / 2);
     const int row = mrope_row(pair);
     const long long offset = rows.offset_of(row) + entry * (TABLE_LANE_STRIDE * int(sizeof(Table)));
-    const bool active = needed && rows.inside_of(row);
-    load_part<TABLE_BYTES>(c, i, tables.cos + offset, active, NAN_BITS);
-    load_part<TABLE_BYTES>(s, i, tables.sin + offset, active, NAN_BITS);
+    const bool inside = rows.inside_of(row);
+    const unsigned fill = inside ? 0 : NAN_BITS;
+    load_part<TABLE_BYTES>(c, i, tables.cos + offset, needed && inside, fill);
+    load_part<TABLE_BYTES>(s, i, tables.sin + offset, needed && inside, fill);
   }
 };
 

@@ -1,0 +1,76 @@
+"""The variants that the `cuda` back end takes, and what it would launch for them, prepared without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from norm_rope_cases import CASES, Case, make_inputs
+from test_norm_rope_numerics import LARGE
+
+from fusion_pass.kernels import ops
+from fusion_pass.kernels.cuda.norm_rope import BackwardWork, forward_work, unsupported
+from fusion_pass.kernels.options import Options
+from fusion_pass.kernels.replay import Work
+
+BF16, HALF, DOUBLE = torch.bfloat16, torch.float16, torch.float64
+INTERLEAVED = {"mrope_layout": "interleaved", "mrope_section": [24, 20, 20]}
+
+# What the shared cases leave out: vectors of every width, and every kind of number of threads a head.
+MORE = [
+    Case("bf16, vectors of 8, adjacent", head_dim=64, dtype=BF16, options={"pairing": "adjacent"}, packing="blocked"),
+    Case("bf16, adjacent, entry a lane", head_dim=64, dtype=BF16, per_lane=True, table_dtype=BF16,
+         options={"pairing": "adjacent"}),
+    Case("fp16, to halves", head_dim=128, dtype=HALF, options={"pairing": "adjacent_to_halves"}),
+    Case("bf16, to halves, partial", head_dim=96, dtype=BF16, affine="wb",
+         options={"pairing": "adjacent_to_halves", "rotary_dim": 32, "rotary_start": 64, "norm": "layer"}),
+    Case("bf16, to halves, partial, norm last", head_dim=96, dtype=BF16, affine="wb",
+         options={"pairing": "adjacent_to_halves", "rotary_dim": 32, "rotary_start": 16, "norm_first": False}),
+    Case("fp64, many slots", head_dim=256, dtype=DOUBLE, table_dtype=DOUBLE, affine="wb", options={"norm": "layer"}),
+    Case("two lanes a pair only", head_dim=6, dtype=BF16, options={"pairing": "adjacent"}),
+    Case("single lanes, 37 slots", head_dim=74, dtype=BF16, affine="wb", options={"norm": "layer"}),
+    Case("interleaved, bf16", 8, 2, 128, 2, 9, BF16, packing="blocked", options=INTERLEAVED),
+    Case("interleaved, bf16, adjacent, entry a lane", 8, 2, 128, 2, 9, BF16, per_lane=True,
+         options={**INTERLEAVED, "pairing": "adjacent"}),
+    Case("one token a sample", 4, 2, 64, 7, 1, BF16, packing="blocked", positions="per sample"),
+    Case("conjugate, positions", 4, 2, 64, 2, 5, HALF, positions="shared", options={"norm": "none", "conjugate": True}),
+    Case("grouped, row a head", 4, 2, 64, 2, 300, BF16, per_head=True, affine="wb", packing="grouped"),
+    *(Case(f"head_dim {d}, bf16", 4, 1, d, 2, 9, BF16, packing="blocked") for d in (32, 48, 64, 80, 96, 112, 192, 256)),
+]  # fmt: skip
+
+
+def taken(case: Case) -> bool:
+    """The back end takes this variant."""
+    options = {name: value for name, value in case.all_options.items() if not name.startswith("out_")}
+    return unsupported(Options(**options), case.head_dim) is None
+
+
+CUDA_CASES = [case for case in (*CASES, *MORE, *LARGE) if taken(case)]
+MODEL_SIZE = [case for case in LARGE if taken(case)]
+
+
+def prepared(case: Case) -> Iterator[Work]:
+    """The launches of the forward and of the backward with every gradient, on an H100's number of multiprocessors."""
+    inputs = make_inputs(case, torch.device("cpu"))
+    tensors = inputs.tensors()
+    options: dict[str, Any] = dict(case.all_options)
+    plan, grad_plan = ops._qk_plan, ops._qk_grad_plan
+    if case.packing is not None:
+        plan, grad_plan = ops._qkv_plan, ops._qkv_grad_plan
+        sizes = {"num_heads": case.heads, "num_kv_heads": case.kv_heads, "head_dim": case.head_dim}
+        options |= {**sizes, "packing": case.packing}
+    planned = plan(*tensors, **options)
+    yield forward_work(planned.streams, planned.tables, planned.options, planned.copy)
+    positions = len(inputs.x) + 2
+    mask = [t is not None for i, t in enumerate(tensors) if i != positions]
+    grads = [torch.empty_like(result) for result in planned.results]
+    options = {name: value for name, value in options.items() if not name.startswith("out_")}
+    back = grad_plan(*grads, *tensors, output_mask=mask, in_dtype=case.dtype, **options)
+    needs_tables = back.needs_cos or back.needs_sin
+    yield from BackwardWork(back.streams, back.tables, back.options, back.copy, needs_tables, 132).works
+
+
+def by_kernel(case: Case) -> dict[str, Work]:
+    """`prepared`, by the name of the kernel."""
+    return {work.launch.instance.kernel: work for work in prepared(case)}  # type: ignore[attr-defined]

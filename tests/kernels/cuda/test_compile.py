@@ -1,0 +1,70 @@
+"""Every instance compiles by NVRTC for GPUs that need not be here, and none spills registers."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from cuda_cases import CUDA_CASES, MODEL_SIZE, by_kernel, prepared
+from norm_rope_cases import Case
+
+from fusion_pass.kernels.cuda import compiler
+from fusion_pass.kernels.cuda.instance import Instance
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+_missing = compiler.unavailable()
+pytestmark = pytest.mark.skipif(_missing is not None, reason=f"NVRTC: {_missing}")
+
+
+def spilled_bytes(instance: Instance, arch: str, alignment: int = 16) -> int:
+    """Stack frame and spills of a kernel, as ptxas reports them."""
+    log = io.StringIO()
+    compiler.compile_cubin(instance.source(alignment), arch, log)
+    figures = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log.getvalue())
+    assert len(figures) == 3, log.getvalue()
+    return sum(map(int, figures))
+
+
+def check(cases: list[Case], arch: str) -> None:
+    seen: set[str] = set()
+    spills = {}
+    for case in cases:
+        for work in prepared(case):
+            instance: Instance = work.launch.instance  # type: ignore[attr-defined]
+            if instance.source() not in seen:
+                seen.add(instance.source())
+                spills[f"{case}, {instance.kernel}"] = spilled_bytes(instance, arch)
+    assert seen
+    assert not any(spills.values()), {name: n for name, n in spills.items() if n}
+
+
+def test_instances_of_model_size() -> None:
+    check(MODEL_SIZE, "sm_90")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_architecture(arch: str) -> None:
+    check(MODEL_SIZE[:1], arch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_spills_in_any_instance(arch: str) -> None:
+    check(CUDA_CASES, arch)
+
+
+def test_narrow_accesses_compile() -> None:
+    """Addresses that are multiples of less than 16 bytes narrow the accesses."""
+    works = by_kernel(MODEL_SIZE[0])
+    for alignment, kernel in ((8, "forward"), (4, "backward"), (2, "forward"), (2, "backward")):
+        assert spilled_bytes(works[kernel].launch.instance, "sm_90", alignment) == 0  # type: ignore[attr-defined]
+
+
+def test_arguments_packed_otherwise_do_not_compile() -> None:
+    """The host and the source count the same words; this is the assertion that says so."""
+    instance: Instance = by_kernel(MODEL_SIZE[0])["forward"].launch.instance  # type: ignore[attr-defined]
+    words = int(instance.constants["ARGUMENT_WORDS"])
+    wrong = instance.source().replace(f"ARGUMENT_WORDS = {words}", f"ARGUMENT_WORDS = {words + 1}")
+    with pytest.raises(RuntimeError, match="the host packs these arguments in another way"):
+        compiler.compile_cubin(wrong, "sm_90")

@@ -1,0 +1,269 @@
+"""What the host decides without a GPU: constants, widths of access, arguments, the cache of cubins, refusals."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cuda_cases import MODEL_SIZE, by_kernel, prepared
+from norm_rope_cases import CASES, Case
+
+from fusion_pass.kernels import cuda, registry
+from fusion_pass.kernels.cuda import compiler, launch
+from fusion_pass.kernels.cuda.instance import Access, entry_rows, lane_access, slot_constants, table_access
+from fusion_pass.kernels.cuda.norm_rope import forward_work
+from fusion_pass.kernels.options import Options
+from fusion_pass.kernels.registry import Request
+from fusion_pass.kernels.streams import Stream
+
+BY_NAME = {case.name: case for case in CASES}
+BF16 = torch.bfloat16
+
+
+# --- how a head is cut ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "head_dim", "options", "pairs", "chunks"),
+    [
+        (2, 128, {"rotary_dim": 128}, 8, 1),
+        (2, 72, {"rotary_dim": 72}, 4, 1),  # half of it, 36, is no multiple of 8
+        (2, 128, {"rotary_dim": 64, "rotary_start": 4}, 4, 1),
+        (2, 80, {"rotary_dim": 0}, 8, 1),
+        (4, 256, {"rotary_dim": 256}, 4, 1),
+        (8, 256, {"rotary_dim": 256}, 2, 2),
+        (2, 74, {"rotary_dim": 74}, 1, 2),
+    ],
+)
+def test_slots(itemsize: int, head_dim: int, options: dict[str, Any], pairs: int, chunks: int) -> None:
+    slots = slot_constants(itemsize, head_dim, Options(**options))
+    assert (slots["PAIRS"], slots["CHUNKS"]) == (pairs, chunks)
+
+
+@pytest.mark.parametrize("case", [BY_NAME["packed"], BY_NAME["partial from 4, adjacent"], *MODEL_SIZE], ids=str)
+def test_slots_cover_every_lane_once(case: Case) -> None:
+    """`vector_lane` of source/lanes.cuh, written again: every lane of a head belongs to one vector."""
+    c = {k: int(v) for k, v in by_kernel(case)["forward"].launch.instance.constants.items() if not isinstance(v, str)}  # type: ignore[attr-defined]
+    pairs, slots, rotated = c["PAIRS"], c["HEAD_DIM"] // (2 * c["PAIRS"]), c["ROTARY_DIM"] // (2 * c["PAIRS"])
+    for adjacent in (c["READS_ADJACENT"], c["WRITES_ADJACENT"]):
+        lanes: list[int] = []
+        for slot in range(slots):
+            for which in (0, 1):
+                if slot < rotated:
+                    vector = 2 * slot + which if adjacent and not c["SPLIT_PAIRS"] else slot + which * rotated
+                    first = c["ROTARY_START"] + vector * pairs
+                else:
+                    first = (slot - rotated + which * (slots - rotated)) * pairs
+                    first += 0 if first < c["ROTARY_START"] else c["ROTARY_DIM"]
+                lanes += range(first, first + pairs)
+        assert sorted(lanes) == list(range(case.head_dim))
+
+
+# --- how wide memory is accessed -----------------------------------------------------------------------------------
+
+
+def test_lane_access_follows_the_strides() -> None:
+    x = torch.empty(2, 3, 4, 64, dtype=BF16)
+    assert lane_access([x, x.transpose(1, 2)], 8).bytes == 16
+    assert lane_access([x], 4).bytes == 8
+    assert lane_access([torch.empty(2, 3, 4, 68, dtype=BF16)[..., :64]], 8).bytes == 8
+    assert lane_access([x, torch.empty(2, 3, 4, 65, dtype=BF16)[..., :64]], 8).bytes == 2
+    # The stride of an axis with one entry is never used.
+    assert lane_access([torch.empty(2, 3, 1, 64, dtype=BF16).as_strided((2, 3, 1, 64), (192, 64, 7, 1))], 8).bytes == 16
+    assert Access(16, 2).narrowed(4) == 4
+    assert Access(4, 4).narrowed(1) == 4
+
+
+@pytest.mark.parametrize(
+    ("section", "layout", "entries"),
+    [
+        ((16, 24, 24), "sectioned", 4),
+        ((18, 22, 24), "sectioned", 2),
+        ((15, 24, 25), "sectioned", 1),
+        ((24, 20, 20), "interleaved", 1),
+    ],
+)
+def test_table_access_stays_within_a_row(section: tuple[int, ...], layout: str, entries: int) -> None:
+    options = Options(rotary_dim=128, mrope_layout=layout, mrope_section=section)
+    slots = slot_constants(2, 128, options)
+    table = torch.empty(3, 1, 5, 64)
+    assert table_access(table, slots, options) == Access(4 * entries, 4)
+    rows = entry_rows(options, per_lane=False)
+    assert all(len(set(rows[i : i + entries])) == 1 for i in range(0, 64, entries))
+
+
+def test_table_access_of_a_complex_view() -> None:
+    options = Options(rotary_dim=128, pairing="adjacent")
+    table = torch.empty(1, 5, 64, dtype=torch.complex64).real
+    assert table_access(table, slot_constants(2, 128, options), options) == Access(4, 4)
+
+
+# --- the arguments -------------------------------------------------------------------------------------------------
+
+
+def test_arguments_hold_addresses_and_byte_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a packed call: what `cuLaunchKernelEx` is handed."""
+    work = by_kernel(BY_NAME["packed"])["forward"]
+    launched: list[list[int]] = []
+
+    def record(config: Any, function: int, pointers: Any, extra: None) -> int:
+        words = (ctypes.c_uint64 * len(work.launch._words)).from_address(pointers[0])  # type: ignore[attr-defined]
+        launched.append(list(words))
+        return 0
+
+    kernel = SimpleNamespace(handle=1)
+    monkeypatch.setattr(launch, "_current_device", lambda: None)
+    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=record))
+    monkeypatch.setattr(launch, "load", lambda *_: kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    work.launch([tensor.data_ptr() for tensor in work.tensors])
+    (words,) = launched
+    case = BY_NAME["packed"]
+    row = (case.heads + 2 * case.kv_heads) * case.head_dim + 16  # the buffer around the view
+    q, k, v = (words[i : i + 5] for i in (0, 5, 10))
+    first = work.tensors[0].data_ptr()
+    # In bytes; the tables are shared by the batch entries, so batch and sequence are not folded.
+    assert q == [first, 2 * row * case.sequence, 2 * row, 0, 2 * case.head_dim]
+    assert k[0] - q[0] == 2 * case.heads * case.head_dim
+    assert v[0] - k[0] == 2 * case.kv_heads * case.head_dim
+    assert words[-3:-1] == [case.batch * case.sequence, case.sequence]
+    assert array("d", array("Q", words[-1:]).tobytes())[0] == 1e-5
+
+
+def test_backward_walks_whole_rounds_of_groups() -> None:
+    """Each slice of the tokens is walked by all groups of heads (source/backward.cuh)."""
+    for case in MODEL_SIZE:
+        works = by_kernel(case)
+        launch_ = works["backward"].launch
+        constants = launch_.instance.constants  # type: ignore[attr-defined]
+        slots = int(constants["HEAD_DIM"]) // (2 * int(constants["PAIRS"]))
+        heads = sum(int(constants[name]) for name in ("Q_HEADS", "K_HEADS"))
+        groups = -(-heads // (32 // -(-slots // int(constants["CHUNKS"]))))
+        assert launch_._grid * int(constants["WARPS"]) % groups == 0  # type: ignore[attr-defined]
+
+
+def test_instances_do_not_depend_on_eps_or_tokens() -> None:
+    sources = {
+        work.launch.instance.source()  # type: ignore[attr-defined]
+        for tokens, eps in ((64, 1e-6), (72, 1e-5))
+        for work in prepared(Case("", 4, 2, 64, 1, tokens, BF16, packing="blocked", options={"eps": eps}))
+        if work.launch.instance.kernel == "forward"  # type: ignore[attr-defined]
+    }
+    assert len(sources) == 1
+
+
+# --- the cache -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was compiled; nothing really is."""
+    sources: list[str] = []
+
+    def compile_cubin(source: str, arch: str, log: Any = None) -> bytes:
+        sources.append(f"{arch} {source}")
+        return f"cubin of {source}".encode()
+
+    monkeypatch.setattr(compiler, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(compiler, "_nvrtc_version", lambda: "13.0")
+    return sources
+
+
+def test_cubins_are_kept(compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "new"))
+    for _ in range(2):
+        assert compiler.cached_cubin("a", "sm_90") == b"cubin of a"
+    assert compiler.cached_cubin("a", "sm_80") == compiler.cached_cubin("a", "sm_80")
+    assert compiled == ["sm_90 a", "sm_80 a"]
+    monkeypatch.setattr(compiler, "_nvrtc_version", lambda: "13.1")
+    compiler.cached_cubin("a", "sm_90")
+    assert len(compiled) == 3
+    files = list((tmp_path / "new").iterdir())
+    assert len(files) == 3
+    assert all(file.suffix == ".cubin" for file in files)
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(compiler.CACHE_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiler.cache_folder() == tmp_path / "fusion_pass" / "cuda"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert compiler.cache_folder() == Path.home() / ".cache" / "fusion_pass" / "cuda"
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "mine"))
+    assert compiler.cache_folder() == tmp_path / "mine"
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a file, not a folder"
+    file.write_text("")
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(file))
+    assert compiler.cached_cubin("a", "sm_90") == b"cubin of a"
+    assert compiler.cached_cubin("a", "sm_90") == b"cubin of a"
+    assert len(compiled) == 2
+
+
+def test_an_interrupted_write_leaves_no_cubin(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
+
+    def fail(source: str, target: Path) -> None:
+        assert stat.S_ISREG(os.stat(source).st_mode)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert compiler.cached_cubin("a", "sm_90") == b"cubin of a"
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise ImportError("No module named 'cuda.core'")
+
+    monkeypatch.setattr(compiler, "_nvrtc_version", missing)
+    reason = compiler.unavailable()
+    assert reason is not None
+    assert "cuda-core or cuda-bindings is not installed (No module named 'cuda.core')" in reason
+    assert reason.endswith("Install fusion-pass[cuda].")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_cannot_be_named() -> None:
+    with pytest.raises(RuntimeError, match="backend='cuda' cannot run here: there is no CUDA device"):
+        registry.get("rope", "cuda")
+
+
+def test_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    def reason(device: str = "cuda", head_dim: int = 128, **options: Any) -> str | None:
+        shapes = {"x": (1, 8, 4, head_dim)}
+        return cuda._supports(Request("rope", torch.device(device), {"x": BF16}, shapes, options))
+
+    assert reason() is None
+    assert reason(norm="rms", norm_scope="hidden") == "norm_scope is 'hidden', it takes 'head'."
+    assert reason(device="cpu") == "the tensors are on cpu, it takes cuda."
+    assert reason(head_dim=127) == "head_dim is 127, it takes even ones up to 512."
+    capability = (7, 5)
+    assert "older than sm_80" in str(reason())
+
+
+def test_what_is_not_supported_is_refused_when_named() -> None:
+    x, weight = torch.randn(1, 2, 4, 8), torch.ones(32)
+    options = Options(norm="rms", eps=1e-6, norm_scope="hidden")
+    with pytest.raises(NotImplementedError, match="backend='cuda' cannot compute this: norm_scope is 'hidden'"):
+        forward_work([Stream(x, torch.empty_like(x), weight)], None, options)
