@@ -19,13 +19,17 @@ _OUTSIDE_QUERY, _OUTSIDE_KEY = -1, -2  # tokens after the last document: two ids
 
 
 def mask_floor(dtype: torch.dtype) -> float:
-    """Values of an additive mask at or below this mean "not attended", as `-inf` does.
+    """Numbers of an additive mask at or below this are written to hide a key: `-inf`, `finfo.min`, `-1e9`.
 
-    Libraries write such a mask with `-inf`, `finfo.min` or `-1e9`. None of them leaves a trace in the softmax of a
-    row that has another key, but a row of nothing else would lose its log-sum to rounding (float32 near -1e9 steps by
-    64), and its gradient with it. float16 cannot hold -1e8: there its most negative value is the floor.
+    In a row that also sees a key without such a number they leave no trace: the exponential of the difference is 0
+    (scores differ by far less than 1e8). `attention` itself only adds them. float16 cannot hold -1e8: there its most
+    negative value is the floor.
     """
     return max(-1e8, torch.finfo(dtype).min)
+
+
+_ORDINARY = -1e7
+"""A key with a number above this is not meant to be hidden. Scores are taken to differ by less than 9e7."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ class Visibility:
     """`[B or 1, Sk]`, any integer type."""
     mask: Tensor | None
     """`[B or 1, Hq or 1, Sq or 1, Sk or 1]`, boolean (True: seen) or added to the scaled, capped scores."""
+    documents: tuple[Tensor, Tensor] | None = None
+    """`[documents + 1]` twice: the `cu_seqlens` of queries and keys that the segments were made from (one tensor for
+    both if they are the same documents)."""
 
     def keep(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
         """The whole condition as a boolean tensor that broadcasts to `[B, Hq, Sq, Sk]`; None when every key is seen."""
@@ -62,13 +69,29 @@ class Visibility:
         if self.q_segments is not None and self.k_segments is not None:
             conditions.append((self.q_segments[:, :, None] == self.k_segments[:, None, :])[:, None])
         if self.mask is not None:
-            conditions.append(self.mask if self.mask.dtype == torch.bool else self.mask > mask_floor(self.mask.dtype))
+            conditions.append(self.mask if self.mask.dtype == torch.bool else self.mask > float("-inf"))
         if not conditions:
             return None
         keep = conditions[0]
         for condition in conditions[1:]:
             keep = keep & condition
         return keep
+
+    def row_floors(self) -> Tensor | None:
+        """`[B or 1, Sq or 1]` float32: numbers of the additive mask at or below it leave no trace in their row, so a
+        kernel may pass over tiles of them; -inf in a row of nothing else, whose softmax is over these very numbers.
+
+        None: only -inf may be passed over. That is so for a mask that differs by head (a position bias hides little),
+        in float16 (its least value is no further from a score than scores are apart), and beside another condition,
+        which could hide the very key that makes the others negligible.
+        """
+        mask = self.mask
+        if mask is None or mask.dtype in (torch.bool, torch.float16) or mask.shape[1] != 1 or not mask.shape[3]:
+            return None
+        if self.left is not None or self.right is not None or self.q_segments is not None:
+            return None
+        hides = mask[:, 0].amax(-1) > _ORDINARY
+        return torch.full_like(hides, float("-inf"), dtype=torch.float32).masked_fill_(hides, mask_floor(mask.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +186,11 @@ def resolve(
         right = 0  # causality is the tighter bound: a window's right side is at least 0
     positions: Tensor | None = None
     q_segments, k_segments = q_segment_ids, k_segment_ids if k_segment_ids is not None else q_segment_ids
+    packed: tuple[Tensor, Tensor] | None = None
     if cu_seqlens_q is not None:
         keys_are_queries = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
         starts_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        packed = cu_seqlens_q, starts_k
         q_document = _document_of_token(cu_seqlens_q, num_queries)
         k_document = q_document if keys_are_queries else _document_of_token(starts_k, num_keys)
         documents = cu_seqlens_q.numel() - 1
@@ -185,6 +210,7 @@ def resolve(
         q_segments=q_segments,
         k_segments=k_segments,
         mask=None if mask is None else mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)),
+        documents=packed,
     )
 
 

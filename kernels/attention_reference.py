@@ -3,10 +3,12 @@
 The S x S scores are materialised. Arithmetic is float32 (float64 for float64 inputs) with one rounding, at the end.
 The backward is written out rather than left to autograd, so that it can stand behind the operator's own backward:
 
-    s = cap tanh(scale q.k / cap) + mask        p = exp(s - lse)        out = p v
+    s = cap tanh(scale q.k / cap) + mask        p = softmax(s)          out = p v
     ds = p (grad_out.v - delta),                delta = sum_d grad_out out - grad_lse
     dq = scale sum_k ds' k,  dk = scale sum_q ds' q,  dv = sum_q p grad_out,     ds' = ds (1 - tanh^2)
-    dsink = - sum_q exp(sink - lse) delta       (a sink is a column of scores whose value row is zero)
+    dsink = - sum_q p_sink delta                (a sink is a column of scores whose value row is zero)
+
+The probabilities are a softmax, not exp(s - lse): a large lse has lost the digits of the row's sum.
 """
 
 from __future__ import annotations
@@ -21,19 +23,15 @@ from .attention_problem import Problem, arithmetic_dtype
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     """(out `[B, Sq, Hq, Dv]`, lse `[B, Hq, Sq]`); see `AttentionBackend`."""
-    q, sinks = problem.q, problem.sinks
+    q = problem.q
     scores, _ = _scores(problem)
-    columns = scores
-    if sinks is not None:
-        columns = torch.cat([scores, sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    columns = _with_sinks(scores, problem)
     lse = problem.empty_lse()
     if columns.shape[-1]:
         lse.copy_(torch.logsumexp(columns, dim=-1))
     else:
         lse.fill_(float("-inf"))
-    # Not exp(scores - lse), which loses the digits of a large lse.
-    probabilities = torch.softmax(columns, dim=-1)[..., : scores.shape[-1]]
-    probabilities = probabilities.masked_fill((lse == float("-inf"))[..., None], 0)
+    probabilities = _softmax(columns)[..., : scores.shape[-1]]
     out = problem.empty_out(order)
     out.copy_(torch.einsum("bhqk,bkhd->bqhd", probabilities, _per_query_head(problem.v, q).to(scores.dtype)))
     return out, lse
@@ -54,7 +52,8 @@ def backward(
     scores, tanh = _scores(problem)
     dtype = scores.dtype
     do = grad_out.to(dtype)
-    probabilities = _probabilities(scores, lse)
+    columns = _softmax(_with_sinks(scores, problem))
+    probabilities = columns[..., : scores.shape[-1]]
     delta = (do * out.to(dtype)).sum(-1).transpose(1, 2)
     if grad_lse is not None:
         delta = delta - grad_lse.to(dtype)
@@ -67,8 +66,10 @@ def backward(
         dk.copy_(_per_kv_head(scale * torch.einsum("bhqk,bqhd->bkhd", dscores, q.to(dtype)), k))
     if dv is not None:
         dv.copy_(_per_kv_head(torch.einsum("bhqk,bqhd->bkhd", probabilities, do), v))
-    sinks = problem.sinks
-    return dq, dk, dv, sinks_gradient(sinks, lse, delta) if sinks is not None and needs[3] else None
+    dsinks = None
+    if problem.sinks is not None and needs[3]:
+        dsinks = -(columns[..., -1] * delta).sum((0, 2)).to(problem.sinks.dtype)
+    return dq, dk, dv, dsinks
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -94,9 +95,18 @@ def _scores(problem: Problem) -> tuple[Tensor, Tensor | None]:
     return scores, tanh
 
 
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); 0 in a row that sees nothing, where both are -inf."""
-    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), float("inf"))[..., None])
+def _with_sinks(scores: Tensor, problem: Problem) -> Tensor:
+    """The scores, and the sinks as one more column."""
+    if problem.sinks is None:
+        return scores
+    column = problem.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], dim=-1)
+
+
+def _softmax(columns: Tensor) -> Tensor:
+    """0 in a row that sees nothing."""
+    empty = (columns == float("-inf")).all(-1, keepdim=True)
+    return torch.softmax(columns.masked_fill(empty, 0), dim=-1).masked_fill(empty, 0)
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:

@@ -12,13 +12,17 @@ The mask's formula (`index_reading`) is split into the conditions that hold toge
     anything else          an explicit mask: the smallest tensor of the graph that holds it, and no more than the mask
 
 A mask kept whole is joined by the bounds proved of it: they change no result and let a kernel skip what they exclude.
-The page `docs/masks.md` has the reasoning.
+
+A key hidden by a finite number (finfo.min) is hidden only from a row that sees another key; the softmax of a row of
+nothing but hidden keys is over these very numbers. Such a mask becomes conditions where every row is proved to see a
+key, and is passed on as numbers elsewhere. The page `docs/masks.md` has the reasoning.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import cast
 
@@ -50,12 +54,15 @@ class Meaning(Enum):
 
 @dataclass(frozen=True)
 class MaskTerm:
-    """One mask: `reader` applies `node` to the scores. `factor`: what the masked scores are multiplied by later."""
+    """One mask: `reader` applies `node` to the scores."""
 
     node: fx.Node
     reader: fx.Node
     meaning: Meaning
+    hidden: float = -math.inf
+    """The score that a boolean mask gives a hidden key."""
     factor: float = 1.0
+    """What the masked scores are multiplied by later."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,17 @@ def visible(element: Element, dtype: torch.dtype, factor: float = 1.0) -> Formul
             return None
 
 
+def hides_by_numbers(element: Element) -> bool:
+    """Whether an additive mask (`visible`) hides a key by a finite number."""
+    match element:
+        case Number(value):
+            return value < 0 and math.isfinite(value)
+        case Select(_, yes, no):
+            return hides_by_numbers(yes) or hides_by_numbers(no)
+        case _:
+            return False
+
+
 class _Proof:
     def __init__(self, reader: IndexReader, masks: Sequence[MaskTerm], frame: Frame, anchor: fx.Node) -> None:
         self.reader, self.masks, self.frame, self.anchor = reader, masks, frame, anchor
@@ -130,6 +148,9 @@ class _Proof:
             else:
                 known.append((term, formula))
         whole = terms.conjuncts(terms.every(formula for _, formula in known))
+        safe = not data and self._every_row_sees_a_key(whole)
+        if not safe and any(self._hides_by_numbers(term, term in data) for term in self.masks):
+            return SeenKeys(mask=self._numbers())
         facts = _with_runs(self.reader, whole)
         bounds = _Bounds.of(facts, self.frame)
         q_segments, k_segments, document = self._segments(facts)
@@ -142,7 +163,7 @@ class _Proof:
                 f"{known[0][0].node.name!r} and {data[0].node.name!r}; one can be passed on."
             )
         else:
-            mask = self._explicit([term for term, _ in known], frozenset(rest), whole)
+            mask = self._explicit([term for term, _ in known], frozenset(rest), whole, safe)
         return SeenKeys(bounds.causal, bounds.left, bounds.right, q_segments, k_segments, mask)
 
     def _formula(self, node: fx.Node, reader: fx.Node, meaning: Meaning, factor: float) -> Formula | None:
@@ -168,6 +189,47 @@ class _Proof:
             raise MaskRefused(
                 f"The mask {node.name!r} has shape {list(shape)}, which does not broadcast to the scores, {self.frame}."
             )
+
+    # --- hidden by numbers -------------------------------------------------------------------------------------------
+
+    def _hides_by_numbers(self, term: MaskTerm, is_data: bool) -> bool:
+        """Whether a key is hidden by a finite number. The numbers of an additive mask of data are just added."""
+        if term.meaning is Meaning.ADDED:
+            return not is_data and hides_by_numbers(self.reader.read(term.node, term.reader))
+        return math.isfinite(term.hidden)
+
+    def _every_row_sees_a_key(self, parts: frozenset[Formula]) -> bool:
+        """Whether one of three keys is seen in every row: the one on either diagonal, or the first."""
+        query, queries, keys = terms.axis(_QUERY), terms.constant(self.frame.queries), terms.constant(self.frame.keys)
+        shift = terms.plus(keys, queries, -1)
+        places = [terms.constant(0)]
+        if terms.not_negative(shift):  # else the last queries have no key on their diagonal
+            places += [query, terms.plus(query, shift)]
+        return any(
+            all(
+                terms.within(cast(Formula, terms.at(part, {_KEY: place})), self.frame.extent) == terms.TRUE
+                for part in parts
+            )
+            for place in places
+        )
+
+    def _numbers(self) -> Operand:
+        """The one mask as a tensor to be added."""
+        if len(self.masks) > 1:
+            names = " and ".join(repr(mask.node.name) for mask in self.masks)
+            raise MaskRefused(
+                f"The masks {names} hide keys by finite numbers, and a row may see no key: what its softmax gives then "
+                "depends on all of them, and one can be passed on."
+            )
+        (mask,) = self.masks
+        if mask.meaning is Meaning.ADDED:
+            return self._passed_on(mask)
+        operand = self._passed_on(replace(mask, factor=1.0))
+        hidden = () if mask.meaning is Meaning.HIDDEN else (Step("logical_not"),)
+        axes = tuple(step for step in operand.steps if step.method == "unsqueeze")
+        # Any number that no score changes: a replaced score has the same part in its row as every other one.
+        numbers = (Step("to", (torch.bfloat16,)), Step("mul", (torch.finfo(torch.bfloat16).min,)))
+        return Operand(operand.node, (*hidden, *numbers, *axes))
 
     # --- documents ---------------------------------------------------------------------------------------------------
 
@@ -258,7 +320,10 @@ class _Proof:
         if len(data) > 1:
             names = " and ".join(repr(mask.node.name) for mask in data)
             raise MaskRefused(f"The scores have two masks of data, {names}, and at most one can be passed on.")
-        (mask,) = data
+        return self._passed_on(data[0])
+
+    def _passed_on(self, mask: MaskTerm) -> Operand:
+        """One mask, whole."""
         if mask.factor != 1:
             raise MaskRefused(
                 f"The scores are scaled after {mask.node.name!r}, whose values are data, was added to them."
@@ -269,10 +334,14 @@ class _Proof:
             raise MaskRefused(f"The mask {mask.node.name!r} is overwritten before the attention is finished.")
         return self._operand(mask.node, mask.meaning is Meaning.HIDDEN)
 
-    def _explicit(self, masks: Sequence[MaskTerm], rest: frozenset[Formula], whole: frozenset[Formula]) -> Operand:
-        """The smallest tensor that holds at least `rest` and at most `whole`."""
+    def _explicit(
+        self, masks: Sequence[MaskTerm], rest: frozenset[Formula], whole: frozenset[Formula], safe: bool
+    ) -> Operand:
+        """The smallest tensor that holds at least `rest` and at most `whole`. `safe`: every row sees a key."""
         best: tuple[tuple[int, ...], Operand] | None = None
         for node, meaning in self._candidates():
+            if meaning is Meaning.ADDED and not safe and hides_by_numbers(self.reader.read(node, self.anchor)):
+                continue
             formula = self._formula(node, self.anchor, meaning, 1.0)
             if formula is None:
                 continue

@@ -190,7 +190,7 @@ class Parser:
                 f"{node.name!r} replaces hidden scores by {value}, which is not low enough to hide them: "
                 "the softmax would still give them weight."
             )
-        return self._masked(scores, node, MaskTerm(mask, node, meaning))
+        return self._masked(scores, node, MaskTerm(mask, node, meaning, number))
 
     def _masked(self, scores: Scores, node: fx.Node, mask: MaskTerm) -> Scores | None:
         if scores.sinks is not None:

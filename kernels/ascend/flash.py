@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention_problem import Problem, mask_floor
+from ..attention_problem import Problem
 from .environment import platform_of
 from .flash_kernels import flash_forward_kernel
 from .launch import Launch, start
@@ -96,7 +96,6 @@ def forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
         "SEGMENTS": segments is not None,
         "SINKS": problem.sinks is not None,
         "SOFTCAP": problem.softcap != 0.0,
-        "FLOOR": mask_floor(mask.dtype) if mask is not None and additive else 0.0,
     }
     return Launch(flash_forward_kernel, min(platform.cube_cores, blocks), arguments, constants)
 

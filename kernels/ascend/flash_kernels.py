@@ -27,12 +27,12 @@ def flash_forward_kernel(
     batch_heads, row_blocks, queries, keys, offset, left, right, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, SEGMENTS: tl.constexpr, SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr, FLOOR: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """out [B, Sq, HEADS, D] and lse [B, HEADS, Sq] (contiguous); suffixes name strides, the last axis has stride 1.
 
     A query `i` sees key `j` when `-left <= j - i - offset <= right` (each side only with LEFT, RIGHT), the segments are
-    equal (SEGMENTS) and the mask says so: MASK is none, bool (True: seen) or add (added; at or below FLOOR: not seen).
+    equal (SEGMENTS) and the mask says so: MASK is none, bool (True: seen) or add (added; -inf: not seen).
     """
     lane = tl.arange(0, D)[None, :]
     program = tl.program_id(0)
@@ -79,7 +79,6 @@ def flash_forward_kernel(
                     seen = seen & (values != 0)
                 else:
                     scores = scores + values.to(tl.float32)
-                    seen = seen & (values.to(tl.float32) > FLOOR)
             if SEGMENTS:
                 mine = tl.load(q_segments + b * q_segment_b + row, mask=row < queries, other=0)
                 theirs = tl.load(k_segments + b * k_segment_b + col, mask=inside, other=0)

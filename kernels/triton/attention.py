@@ -11,11 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from ..attention_problem import Problem, mask_floor
+from ..attention_problem import Problem
 from ..attention_reference import sinks_gradient
-from .attention_backward import attention_delta, attention_dkdv, attention_dq
+from .attention_backward import attention_dkdv, attention_dq
+from .attention_common import Ranges, Sight, Sizes
 from .attention_forward import attention_forward
 from .attention_ranges import attention_ranges
+from .attention_rows import attention_delta, attention_tail
 from .attention_tiles import Tile, choose_tile
 
 _DELTA_ROWS = 32
@@ -27,33 +29,27 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
     out, lse = problem.empty_out(order), problem.empty_lse()
     tile = _tile("forward", problem)
-    sight = _Sight(problem)
     batch, rows, heads, _ = q.shape
     programs = triton.cdiv(rows, tile.block_m) * batch * heads
     if programs:
         with _on(q):
-            ranges = sight.ranges(tile.block_m, tile.block_n, own_are_keys=False)
             attention_forward[(programs,)](
                 q,
                 k,
                 v,
                 out,
                 lse,
-                q if problem.sinks is None else problem.sinks,
-                *sight.tensors,
-                *_ranges_argument(ranges, q),
-                *_strides(q),
-                *_strides(k),
-                *_strides(v),
-                *_strides(out),
-                *sight.strides,
-                *_ranges_strides(ranges),
-                *_sizes(problem, heads),
-                *sight.bounds,
+                problem.sinks,
+                _strides(q),
+                _strides(k),
+                _strides(v),
+                _strides(out),
+                _sight(problem),
+                _ranges(problem, tile.block_m, tile.block_n, own_are_keys=False),
+                _sizes(problem, heads),
                 problem.scale,
-                problem.softcap,
-                HAS_SINKS=problem.sinks is not None,
-                **_constants(problem, tile, sight, ranges),
+                _softcap(problem),
+                **_constants(problem, tile),
             )
     return out, lse
 
@@ -69,9 +65,6 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and the sinks: kernels for delta, dq, and dk with dv, launched where needed."""
     problem = _aligned_problem(problem)
-    q, k, v = problem.q, problem.k, problem.v
-    batch, rows, heads, _ = q.shape
-    keys, kv_heads = k.shape[1], k.shape[2]
     grad_out, out = _aligned(grad_out), _aligned(out)
     dq, dk, dv = problem.gradients(needs, into)
     for name, given in zip(("dq", "dk", "dv"), (dq, dk, dv), strict=True):
@@ -79,142 +72,77 @@ def backward(
             raise ValueError(
                 f"into: {name} has strides {list(given.stride())}; its rows must start at multiples of 16 bytes."
             )
-    sight = _Sight(problem)
-    with _on(q):
-        delta = _delta(problem, grad_out, grad_lse, out)
-        tile = _tile("dq", problem)
-        programs = triton.cdiv(rows, tile.block_m) * batch * heads
-        if dq is not None and programs:
-            ranges = sight.ranges(tile.block_m, tile.block_n, own_are_keys=False)
-            attention_dq[(programs,)](
-                q,
-                k,
-                v,
-                grad_out,
-                lse,
-                delta,
-                dq,
-                *sight.tensors,
-                *_ranges_argument(ranges, q),
-                *_strides(q),
-                *_strides(k),
-                *_strides(v),
-                *_strides(grad_out),
-                *_strides(dq),
-                *sight.strides,
-                *_ranges_strides(ranges),
-                *_sizes(problem, heads),
-                *sight.bounds,
-                problem.scale,
-                problem.softcap,
-                **_constants(problem, tile, sight, ranges),
-            )
-        tile = _tile("dkdv", problem)
-        programs = triton.cdiv(keys, tile.block_n) * batch * kv_heads
-        if (dk is not None or dv is not None) and programs:
+    with _on(problem.q):
+        rows = (lse, _delta(problem, grad_out, grad_lse, out), _tail(problem, lse))
+        if dq is not None:
+            _launch_dq(problem, grad_out, rows, dq)
+        if dk is not None or dv is not None:
             # One kernel computes both; the one that nobody asked for is written and dropped.
-            dk_out = torch.empty_like(k) if dk is None else dk
-            dv_out = torch.empty_like(v) if dv is None else dv
-            ranges = sight.ranges(tile.block_n, tile.block_m, own_are_keys=True)
-            attention_dkdv[(programs,)](
-                q,
-                k,
-                v,
-                grad_out,
-                lse,
-                delta,
-                dk_out,
-                dv_out,
-                *sight.tensors,
-                *_ranges_argument(ranges, q),
-                *_strides(q),
-                *_strides(k),
-                *_strides(v),
-                *_strides(grad_out),
-                *_strides(dk_out),
-                *_strides(dv_out),
-                *sight.strides,
-                *_ranges_strides(ranges),
-                *_sizes(problem, kv_heads),
-                *sight.bounds,
-                problem.scale,
-                problem.softcap,
-                **_constants(problem, tile, sight, ranges),
-            )
+            dk_out = torch.empty_like(problem.k) if dk is None else dk
+            dv_out = torch.empty_like(problem.v) if dv is None else dv
+            _launch_dkdv(problem, grad_out, rows, dk_out, dv_out)
     sinks = problem.sinks
-    return dq, dk, dv, sinks_gradient(sinks, lse, delta) if sinks is not None and needs[3] else None
+    return dq, dk, dv, sinks_gradient(sinks, lse, rows[1]) if sinks is not None and needs[3] else None
 
 
-class _Sight:
-    """`Visibility` as kernel arguments. q stands in for an absent tensor; a `HAS_` constant keeps it unread."""
+_Rows = tuple[Tensor, Tensor, Tensor | None]
+"""lse, delta, tail: `[B, Hq, Sq]` float32 (`attention_rows.py`)."""
 
-    def __init__(self, problem: Problem) -> None:
-        seen, q = problem.seen, problem.q
-        self.problem = problem
-        self.has_positions = seen.positions is not None
-        self.has_segments = seen.q_segments is not None
-        self.has_left, self.has_right = seen.left is not None, seen.right is not None
-        mask = seen.mask
-        self.mask_kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
-        mask_strides: list[int] = [0, 0, 0, 0]
-        if mask is not None:
-            mask_strides = [0 if mask.shape[axis] == 1 else mask.stride(axis) for axis in range(4)]
-        self.tensors = (
-            q if seen.positions is None else seen.positions,
-            q if seen.q_segments is None else seen.q_segments,
-            q if seen.k_segments is None else seen.k_segments,
-            q if mask is None else mask.view(torch.uint8) if self.mask_kind == 1 else mask,
+
+def _launch_dq(problem: Problem, grad_out: Tensor, rows: _Rows, dq: Tensor) -> None:
+    q, k, v = problem.q, problem.k, problem.v
+    batch, queries, heads, _ = q.shape
+    tile = _tile("dq", problem)
+    programs = triton.cdiv(queries, tile.block_m) * batch * heads
+    if programs:
+        attention_dq[(programs,)](
+            q,
+            k,
+            v,
+            grad_out,
+            *rows,
+            dq,
+            _strides(q),
+            _strides(k),
+            _strides(v),
+            _strides(grad_out),
+            _strides(dq),
+            _sight(problem),
+            _ranges(problem, tile.block_m, tile.block_n, own_are_keys=False),
+            _sizes(problem, heads),
+            problem.scale,
+            _softcap(problem),
+            **_constants(problem, tile),
         )
-        self.strides = (
-            _batch_stride(seen.q_segments),
-            _batch_stride(seen.k_segments),
-            *mask_strides,
-            mask_floor(mask.dtype) if mask is not None and self.mask_kind == 2 else 0.0,
-        )
-        self.bounds = (seen.offset, seen.left or 0, seen.right or 0)
-        self.flags = {
-            "HAS_LEFT": self.has_left,
-            "HAS_RIGHT": self.has_right,
-            "HAS_POSITIONS": self.has_positions,
-            "HAS_SEGMENTS": self.has_segments,
-        }
 
-    def ranges(self, own: int, other: int, own_are_keys: bool) -> Tensor | None:
-        """`[B or 1, Hq or 1, blocks, 4]`: the tiles to visit, where only the data knows; None where arithmetic does.
 
-        A mask that differs by head and is added (a position bias) is not read for it: such masks hide little.
-        """
-        seen, q = self.problem.seen, self.problem.q
-        mask = seen.mask
-        kind = self.mask_kind
-        if mask is not None and kind == 2 and mask.shape[1] != 1:
-            kind = 0
-        if not (self.has_segments or kind):
-            return None
-        batch = max(
-            seen.q_segments.shape[0] if seen.q_segments is not None else 1,
-            seen.k_segments.shape[0] if seen.k_segments is not None else 1,
-            mask.shape[0] if mask is not None and kind else 1,
+def _launch_dkdv(problem: Problem, grad_out: Tensor, rows: _Rows, dk: Tensor, dv: Tensor) -> None:
+    q, k, v = problem.q, problem.k, problem.v
+    batch, keys, kv_heads, _ = k.shape
+    tile = _tile("dkdv", problem)
+    programs = triton.cdiv(keys, tile.block_n) * batch * kv_heads
+    if programs:
+        attention_dkdv[(programs,)](
+            q,
+            k,
+            v,
+            grad_out,
+            *rows,
+            dk,
+            dv,
+            _strides(q),
+            _strides(k),
+            _strides(v),
+            _strides(grad_out),
+            _strides(dk),
+            _strides(dv),
+            _sight(problem),
+            _ranges(problem, tile.block_n, tile.block_m, own_are_keys=True),
+            _sizes(problem, kv_heads),
+            problem.scale,
+            _softcap(problem),
+            **_constants(problem, tile),
         )
-        heads = mask.shape[1] if mask is not None and kind else 1
-        rows, keys = q.shape[1], self.problem.k.shape[1]
-        blocks = triton.cdiv(keys if own_are_keys else rows, own)
-        ranges = torch.empty((batch, heads, blocks, 4), dtype=torch.int32, device=q.device)
-        attention_ranges[(ranges.numel() // 4,)](
-            ranges,
-            *self.tensors,
-            *self.strides,
-            rows,
-            keys,
-            heads,
-            *self.bounds,
-            OWN_ARE_KEYS=own_are_keys,
-            OWN=own,
-            OTHER=other,
-            MASK=kind,
-            **self.flags,
-        )
-        return ranges
 
 
 def _delta(problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
@@ -225,23 +153,116 @@ def _delta(problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Ten
         attention_delta[(programs,)](
             out,
             grad_out,
-            delta if grad_lse is None else grad_lse,
+            grad_lse,
             delta,
-            *_strides(out),
-            *_strides(grad_out),
-            *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
-            rows,
-            heads,
+            _strides(out),
+            _strides(grad_out),
+            None if grad_lse is None else grad_lse.stride(),
+            _sizes(problem, heads),
             VALUE_DIM=lanes,
             BLOCK_M=_DELTA_ROWS,
             BLOCK_V=triton.next_power_of_2(lanes),
-            HAS_GRAD_LSE=grad_lse is not None,
             ALIGN=_alignment(out),
         )
     return delta
 
 
-def _constants(problem: Problem, tile: Tile, sight: _Sight, ranges: Tensor | None) -> dict[str, Any]:
+def _tail(problem: Problem, lse: Tensor) -> Tensor | None:
+    """What is lost of a large lse, for a call with an additive mask."""
+    q, k, mask = problem.q, problem.k, problem.seen.mask
+    if mask is None or mask.dtype == torch.bool:
+        return None
+    tail = torch.empty_like(lse)
+    tile = _tile("dq", problem)
+    batch, rows, heads, _ = q.shape
+    programs = triton.cdiv(rows, tile.block_m) * batch * heads
+    constants = _constants(problem, tile)
+    del constants["VALUE_DIM"], constants["BLOCK_V"]
+    if programs:
+        attention_tail[(programs,)](
+            q,
+            k,
+            problem.sinks,
+            lse,
+            tail,
+            _strides(q),
+            _strides(k),
+            _sight(problem),
+            _ranges(problem, tile.block_m, tile.block_n, own_are_keys=False),
+            _sizes(problem, heads),
+            problem.scale,
+            _softcap(problem),
+            **constants,
+        )
+    return tail
+
+
+# --- arguments of the kernels ---
+
+
+def _sight(problem: Problem, bias: bool = True) -> Sight:
+    """`Visibility` as a kernel argument; `bias` False: without an additive mask."""
+    seen = problem.seen
+    mask = seen.mask
+    boolean = mask is not None and mask.dtype == torch.bool
+    if mask is not None and not boolean and not bias:
+        mask = None
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    if mask is not None:
+        strides = tuple(0 if mask.shape[axis] == 1 else mask.stride(axis) for axis in range(4))
+    return Sight(
+        positions=seen.positions,
+        q_segments=seen.q_segments,
+        k_segments=seen.k_segments,
+        mask=mask.view(torch.uint8) if mask is not None and boolean else None,
+        bias=None if boolean else mask,
+        q_segments_stride=_batch_stride(seen.q_segments),
+        k_segments_stride=_batch_stride(seen.k_segments),
+        mask_strides=strides,
+        offset=seen.offset,
+        left=seen.left,
+        right=seen.right,
+    )
+
+
+def _ranges(problem: Problem, own: int, other: int, own_are_keys: bool) -> Ranges:
+    """The tiles to visit, `[B or 1, Hq or 1, blocks, 4]`, where only the data knows; None where arithmetic does.
+
+    A mask that differs by head and is added (a position bias) is not read for it: such masks hide little.
+    """
+    seen, rows, keys = problem.seen, problem.q.shape[1], problem.k.shape[1]
+    additive = seen.mask is not None and seen.mask.dtype != torch.bool
+    mask = None if additive and seen.mask is not None and seen.mask.shape[1] != 1 else seen.mask
+    read = [x for x in (seen.q_segments, seen.k_segments, mask) if x is not None]
+    if not read:
+        return Ranges(None, 0, 0)
+    batch, heads = max(x.shape[0] for x in read), 1 if mask is None else mask.shape[1]
+    blocks = torch.empty(
+        (batch, heads, triton.cdiv(keys if own_are_keys else rows, own), 4), dtype=torch.int32, device=problem.q.device
+    )
+    floors = seen.row_floors()
+    attention_ranges[(blocks.numel() // 4,)](
+        blocks,
+        floors,
+        None if floors is None else tuple(0 if floors.shape[axis] == 1 else floors.stride(axis) for axis in range(2)),
+        _sight(problem, bias=mask is not None),
+        Sizes(rows, keys, heads, 1),
+        OWN_ARE_KEYS=own_are_keys,
+        OWN=own,
+        OTHER=other,
+    )
+    return Ranges(blocks, _batch_stride(blocks), 0 if heads == 1 else blocks.stride(1))
+
+
+def _sizes(problem: Problem, heads: int) -> Sizes:
+    return Sizes(problem.q.shape[1], problem.k.shape[1], heads, problem.q.shape[2] // problem.k.shape[2])
+
+
+def _softcap(problem: Problem) -> float | None:
+    return problem.softcap if problem.softcap > 0 else None
+
+
+def _constants(problem: Problem, tile: Tile) -> dict[str, Any]:
     head_dim, value_dim = problem.q.shape[3], problem.v.shape[3]
     return {
         "HEAD_DIM": head_dim,
@@ -250,14 +271,10 @@ def _constants(problem: Problem, tile: Tile, sight: _Sight, ranges: Tensor | Non
         "BLOCK_N": tile.block_n,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
-        "HAS_RANGES": ranges is not None,
-        "HAS_SOFTCAP": problem.softcap > 0,
-        "MASK": sight.mask_kind,
         "PRECISION": "tf32x3" if problem.q.dtype == torch.float32 else "tf32",
         "ALIGN": _alignment(problem.q),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        **sight.flags,
     }
 
 
@@ -293,21 +310,6 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     batch, row, head, _ = x.stride()
     align = _alignment(x)
     return batch // align, row // align, head // align
-
-
-def _sizes(problem: Problem, heads: int) -> tuple[int, int, int, int]:
-    """(queries, keys, heads of the grid, query heads a key head)."""
-    return problem.q.shape[1], problem.k.shape[1], heads, problem.q.shape[2] // problem.k.shape[2]
-
-
-def _ranges_argument(ranges: Tensor | None, stand_in: Tensor) -> tuple[Tensor]:
-    return (stand_in if ranges is None else ranges,)
-
-
-def _ranges_strides(ranges: Tensor | None) -> tuple[int, int]:
-    if ranges is None:
-        return 0, 0
-    return _batch_stride(ranges), 0 if ranges.shape[1] == 1 else ranges.stride(1)
 
 
 def _batch_stride(x: Tensor | None) -> int:

@@ -1,11 +1,16 @@
-"""What the attention kernels share: which keys a tile may see, which tiles to visit, and the softcap.
+"""What the attention kernels share: their arguments, which keys a tile may see, which tiles to visit, and the softcap.
 
-Scores are kept in units of log2 (multiplied by log2 e), so that every exponential is one `exp2`. All helpers
-broadcast: a tile of scores is [queries, keys] in the forward and in the dq pass, [keys, queries] in the dk/dv pass,
-and `row`, `key`, `facing`, `q_segment`, `k_segment` come as a column or as a row accordingly.
+An absent condition is None: the kernel compiled for it has no code for the condition.
+
+Scores are kept in units of log2 (multiplied by log2 e), so that every exponential is one `exp2`; with an additive mask
+in natural units, because the values that libraries write for "not seen" (finfo.min) do not survive a multiplication.
+All helpers broadcast: a tile of scores is [queries, keys] in the forward and in the dq pass, [keys, queries] in the
+dk/dv pass, and what is known of queries and keys comes as a column or as a row accordingly.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -13,69 +18,142 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
-NO_MASK: tl.constexpr = tl.constexpr(0)
-BOOLEAN_MASK: tl.constexpr = tl.constexpr(1)
-ADDITIVE_MASK: tl.constexpr = tl.constexpr(2)
+
+class Sight(NamedTuple):
+    """`Visibility` as a kernel argument. `mask` (bytes) and `bias` (added) are never both given; None: absent."""
+
+    positions: Any
+    q_segments: Any
+    k_segments: Any
+    mask: Any
+    bias: Any
+    q_segments_stride: int
+    k_segments_stride: int
+    mask_strides: tuple[int, ...]
+    offset: int
+    left: int | None
+    right: int | None
+
+
+class Ranges(NamedTuple):
+    """The tiles to visit, where only the data knows (`attention_ranges.py`), with the strides of batch and head."""
+
+    blocks: Any
+    batch_stride: int
+    head_stride: int
+
+
+class Sizes(NamedTuple):
+    """`heads` are those of the grid, `group` the query heads a key head."""
+
+    rows: int
+    keys: int
+    heads: int
+    group: int
 
 
 @triton.jit
-def facing_key(positions, row, num_rows, offset, HAS_POSITIONS: tl.constexpr):
+def own_block(num_blocks, num_heads, LAST_FIRST: tl.constexpr):
+    """(block, batch, head) of this program. Blocks of a head are neighbours, so they share its keys in the L2."""
+    block = tl.program_id(0) % num_blocks
+    if LAST_FIRST:
+        block = num_blocks - 1 - block
+    head_of_batch = (tl.program_id(0) // num_blocks).to(tl.int64)
+    return block, head_of_batch // num_heads, head_of_batch % num_heads
+
+
+@triton.jit
+def head_pointer(x, strides, batch, head, ALIGN: tl.constexpr):
+    """The first row of one head. Strides come in units of 16 bytes: so the compiler knows every row to be aligned."""
+    return x + (batch * strides[0] + head * strides[2]) * ALIGN
+
+
+@triton.jit
+def tile_pointers(x, strides, batch, head, first, TOKENS: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to the rows from token `first` on, [TOKENS, LANES]."""
+    base = head_pointer(x, strides, batch, head, ALIGN) + first.to(tl.int64) * (strides[1] * ALIGN)
+    return base + tl.arange(0, TOKENS)[:, None] * (strides[1] * ALIGN) + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def facing_key(sight, row, num_rows):
     """The key on each query's diagonal."""
-    if HAS_POSITIONS:
-        return tl.load(positions + row, mask=row < num_rows, other=0)
+    if sight.positions is not None:
+        return tl.load(sight.positions + row, mask=row < num_rows, other=0)
     else:
-        return row + offset
+        return row + sight.offset
 
 
 @triton.jit
-def segment(segments, token, num_tokens, HAS_SEGMENTS: tl.constexpr):
-    if HAS_SEGMENTS:
-        return tl.load(segments + token, mask=token < num_tokens, other=0)
+def query_segment(sight, batch, row, num_rows):
+    """The segment ids of queries; the queries, which nobody reads, where there are none."""
+    if sight.q_segments is not None:
+        return tl.load(sight.q_segments + batch * sight.q_segments_stride + row, mask=row < num_rows, other=0)
     else:
-        return token  # never read
+        return row
 
 
 @triton.jit
-def hide(
-    scores,
-    row,
-    key,
-    facing,
-    q_segment,
-    k_segment,
-    mask,
-    mask_row_stride,
-    mask_key_stride,
-    mask_floor,
-    num_rows,
-    num_keys,
-    left,
-    right,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    MASK: tl.constexpr,
-):
-    """Scores (log2 units) with an additive mask added and every unseen key at -inf."""
-    seen = key < num_keys
-    if HAS_RIGHT:
-        seen = seen & (key - facing <= right)
-    if HAS_LEFT:
-        seen = seen & (facing - key <= left)
-    if HAS_SEGMENTS:
+def key_segment(sight, batch, key, num_keys):
+    """The segment ids of keys, as `query_segment`."""
+    if sight.k_segments is not None:
+        return tl.load(sight.k_segments + batch * sight.k_segments_stride + key, mask=key < num_keys, other=0)
+    else:
+        return key
+
+
+@triton.jit
+def hide(scores, sight, sizes, batch, head, row, key, facing, q_segment, k_segment):
+    """Scores with an additive mask added and every unseen key at -inf."""
+    seen = key < sizes.keys
+    if sight.right is not None:
+        seen = seen & (key - facing <= sight.right)
+    if sight.left is not None:
+        seen = seen & (facing - key <= sight.left)
+    if sight.q_segments is not None:
         seen = seen & (q_segment == k_segment)
-    if MASK != NO_MASK:
-        inside = (row < num_rows) & (key < num_keys)
-        value = tl.load(
-            mask + row.to(tl.int64) * mask_row_stride + key.to(tl.int64) * mask_key_stride, mask=inside, other=0
-        )
-        if MASK == BOOLEAN_MASK:
-            seen = seen & (value != 0)
+    if (sight.mask is not None) or (sight.bias is not None):
+        inside = (row < sizes.rows) & (key < sizes.keys)
+        offset = batch * sight.mask_strides[0] + head * sight.mask_strides[1]
+        offset = offset + row.to(tl.int64) * sight.mask_strides[2] + key.to(tl.int64) * sight.mask_strides[3]
+        if sight.mask is not None:
+            seen = seen & (tl.load(sight.mask + offset, mask=inside, other=0) != 0)
         else:
-            value = value.to(tl.float32)
-            seen = seen & (value > mask_floor)
-            scores += value * LOG2E
+            scores += tl.load(sight.bias + offset, mask=inside, other=0).to(tl.float32)
     return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def scores_of_products(products, sight, score_scale, softcap):
+    """(scores, tanh of the cap) of products q.k: scaled and capped, in the unit of this call. No cap: scores twice."""
+    unit: tl.constexpr = 1.0 if sight.bias is not None else LOG2E
+    if softcap is not None:
+        capped = tanh(products * (score_scale / softcap))
+        return softcap * unit * capped, capped
+    else:
+        scores = products * (score_scale * unit)
+        return scores, scores
+
+
+@triton.jit
+def probabilities(scores, sight, lse, tail):
+    """exp(scores - lse); `lse` is in the unit of the scores, +inf in a row that sees nothing.
+
+    With an additive mask `tail` is what float32 has lost of a large lse (`attention_rows.py`).
+    """
+    if sight.bias is not None:
+        return tl.exp2((scores - lse - tail) * LOG2E)
+    else:
+        return tl.exp2(scores - lse)
+
+
+@triton.jit
+def lse_for_backward(lse, sight):
+    """A stored lse in the unit of the scores. A row that sees nothing, -inf, becomes +inf: all its p are 0 then."""
+    if sight.bias is not None:
+        return tl.where(lse == float("-inf"), float("inf"), lse)
+    else:
+        return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
 @triton.jit
@@ -86,13 +164,13 @@ def block_range(
     after,
     num_own,
     num_other,
+    sight,
     ranges,
+    batch,
+    head,
+    block,
     OWN: tl.constexpr,
     OTHER: tl.constexpr,
-    HAS_BEFORE: tl.constexpr,
-    HAS_AFTER: tl.constexpr,
-    HAS_RANGES: tl.constexpr,
-    ALL_MASKED: tl.constexpr,
 ):
     """(begin, full_begin, full_end, end): the other side's blocks that the own block from token `first` on meets.
 
@@ -102,25 +180,50 @@ def block_range(
     """
     begin, end = 0, tl.cdiv(num_other, OTHER)
     full_begin, full_end = 0, num_other // OTHER
-    lowest = first + offset
-    if HAS_AFTER:
-        last = tl.minimum(first + OWN, num_own) - 1 + offset
-        end = tl.minimum(end, tl.cdiv(tl.maximum(last + after + 1, 0), OTHER))
-        full_end = tl.minimum(full_end, tl.maximum(lowest + after + 1, 0) // OTHER)
-    if HAS_BEFORE:
-        begin = tl.maximum(lowest - before, 0) // OTHER
-        full_begin = tl.cdiv(tl.maximum(lowest + OWN - 1 - before, 0), OTHER)
-    if HAS_RANGES:
-        begin = tl.maximum(begin, tl.load(ranges))
-        full_begin = tl.maximum(full_begin, tl.load(ranges + 1))
-        full_end = tl.minimum(full_end, tl.load(ranges + 2))
-        end = tl.minimum(end, tl.load(ranges + 3))
-    if ALL_MASKED:
-        full_end = 0
+    if sight.positions is None:
+        lowest = first + offset
+        if after is not None:
+            last = tl.minimum(first + OWN, num_own) - 1 + offset
+            end = tl.minimum(end, tl.cdiv(tl.maximum(last + after + 1, 0), OTHER))
+            full_end = tl.minimum(full_end, tl.maximum(lowest + after + 1, 0) // OTHER)
+        if before is not None:
+            begin = tl.maximum(lowest - before, 0) // OTHER
+            full_begin = tl.cdiv(tl.maximum(lowest + OWN - 1 - before, 0), OTHER)
+    if ranges.blocks is not None:
+        four = ranges.blocks + batch * ranges.batch_stride + head * ranges.head_stride + block * 4
+        begin = tl.maximum(begin, tl.load(four))
+        full_begin = tl.maximum(full_begin, tl.load(four + 1))
+        full_end = tl.minimum(full_end, tl.load(four + 2))
+        end = tl.minimum(end, tl.load(four + 3))
+    if sight.bias is not None:
+        full_end = 0  # every score has a number to be added
     end = tl.maximum(end, begin)
     full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
     full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
     return begin, full_begin, full_end, end
+
+
+@triton.jit
+def part_of_range(part: tl.constexpr, begin, full_begin, full_end, end):
+    """The blocks of one of the three loops: partly seen, seen whole (part 1), partly seen."""
+    if part == 0:
+        return begin, full_begin
+    elif part == 1:
+        return full_begin, full_end
+    else:
+        return full_end, end
+
+
+@triton.jit
+def load_tile(ptrs, token, num_tokens, LANES: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """Rows [tokens, lanes]; 0 past the lanes and, `MASKED`, past the tokens."""
+    lane = tl.arange(0, PADDED)[None, :]
+    if MASKED:
+        return tl.load(ptrs, mask=(lane < LANES) & (token[:, None] < num_tokens), other=0.0)
+    elif LANES != PADDED:
+        return tl.load(ptrs, mask=lane < LANES, other=0.0)
+    else:
+        return tl.load(ptrs)
 
 
 @triton.jit

@@ -17,7 +17,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_common import ADDITIVE_MASK, LN2, LOG2E, block_range, facing_key, hide, segment, tanh
+from .attention_common import (
+    LN2,
+    LOG2E,
+    block_range,
+    facing_key,
+    head_pointer,
+    hide,
+    key_segment,
+    load_tile,
+    own_block,
+    part_of_range,
+    query_segment,
+    tanh,
+    tile_pointers,
+)
 
 
 @triton.jit
@@ -35,15 +49,10 @@ def _attend(
     row,
     facing,
     q_segment,
-    k_segments,
-    mask,
-    mask_row_stride,
-    mask_key_stride,
-    mask_floor,
-    num_rows,
-    num_keys,
-    left,
-    right,
+    batch,
+    head,
+    sight,
+    sizes,
     score_scale,
     softcap,
     HEAD_DIM: tl.constexpr,
@@ -51,11 +60,6 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    MASK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -69,43 +73,35 @@ def _attend(
         first = block * BLOCK_N
         key = first + in_tile
         k_ptrs = k_tile + first.to(tl.int64) * k_stride
-        v_ptrs = v_tile + first.to(tl.int64) * v_stride
         k_inside = lane_d[:, None] < HEAD_DIM
-        v_inside = lane_v[None, :] < VALUE_DIM
         if MASKED:
-            k = tl.load(k_ptrs, mask=k_inside & (key[None, :] < num_keys), other=0.0)
+            k = tl.load(k_ptrs, mask=k_inside & (key[None, :] < sizes.keys), other=0.0)
         elif HEAD_DIM != BLOCK_D:
             k = tl.load(k_ptrs, mask=k_inside, other=0.0)
         else:
             k = tl.load(k_ptrs)
         scores = tl.dot(q, k, input_precision=PRECISION)
         factor = 1.0
-        if HAS_SOFTCAP:
-            scores = softcap * LOG2E * tanh(scores * (score_scale / softcap))
-        elif MASK == ADDITIVE_MASK:
-            scores = scores * (score_scale * LOG2E)
+        unit: tl.constexpr = 1.0 if sight.bias is not None else LOG2E
+        if softcap is not None:
+            scores = softcap * unit * tanh(scores * (score_scale / softcap))
+        elif sight.bias is not None:
+            scores = scores * score_scale
         else:
             factor = score_scale * LOG2E  # positive: folded into the exponential's multiply-add
         if MASKED:
+            k_segment = key_segment(sight, batch, key, sizes.keys)[None, :]
             scores = hide(
                 scores,
+                sight,
+                sizes,
+                batch,
+                head,
                 row[:, None],
                 key[None, :],
                 facing[:, None],
                 q_segment[:, None],
-                segment(k_segments, key, num_keys, HAS_SEGMENTS)[None, :],
-                mask,
-                mask_row_stride,
-                mask_key_stride,
-                mask_floor,
-                num_rows,
-                num_keys,
-                left,
-                right,
-                HAS_LEFT,
-                HAS_RIGHT,
-                HAS_SEGMENTS,
-                MASK,
+                k_segment,
             )
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         if MASKED:
@@ -113,16 +109,15 @@ def _attend(
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         else:
             shift = new_max
-        p = tl.exp2(scores * factor - shift[:, None])
-        decay = tl.exp2(row_max - shift)
+        if sight.bias is not None:
+            p = tl.exp2((scores - shift[:, None]) * LOG2E)
+            decay = tl.exp2((row_max - shift) * LOG2E)
+        else:
+            p = tl.exp2(scores * factor - shift[:, None])
+            decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
-        if MASKED:
-            v = tl.load(v_ptrs, mask=v_inside & (key[:, None] < num_keys), other=0.0)
-        elif VALUE_DIM != BLOCK_V:
-            v = tl.load(v_ptrs, mask=v_inside, other=0.0)
-        else:
-            v = tl.load(v_ptrs)
+        v = load_tile(v_tile + first.to(tl.int64) * v_stride, key, sizes.keys, VALUE_DIM, BLOCK_V, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
     return acc, row_max, row_sum
@@ -136,39 +131,13 @@ def attention_forward(
     out,
     lse,
     sinks,
-    positions,
-    q_segments,
-    k_segments,
-    mask,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    sight,
     ranges,
-    q_batch_stride,
-    q_row_stride,
-    q_head_stride,
-    k_batch_stride,
-    k_row_stride,
-    k_head_stride,
-    v_batch_stride,
-    v_row_stride,
-    v_head_stride,
-    out_batch_stride,
-    out_row_stride,
-    out_head_stride,
-    q_segments_stride,
-    k_segments_stride,
-    mask_batch_stride,
-    mask_head_stride,
-    mask_row_stride,
-    mask_key_stride,
-    mask_floor,
-    ranges_batch_stride,
-    ranges_head_stride,
-    num_rows,
-    num_keys,
-    num_heads,
-    group,
-    offset,
-    left,
-    right,
+    sizes,
     score_scale,
     softcap,
     HEAD_DIM: tl.constexpr,
@@ -177,62 +146,41 @@ def attention_forward(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    HAS_RANGES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    # Strides of the [B, S, H, D] tensors come in units of 16 bytes, so that the compiler knows every row to be aligned.
-    k_row_stride *= ALIGN
-    v_row_stride *= ALIGN
-    num_blocks = tl.cdiv(num_rows, BLOCK_M)
-    head_of_batch = tl.program_id(0) // num_blocks
-    block = tl.program_id(0) % num_blocks
-    if HAS_RIGHT:
-        block = num_blocks - 1 - block  # causal: the last rows see most, so start them first
-    batch = (head_of_batch // num_heads).to(tl.int64)
-    head = (head_of_batch % num_heads).to(tl.int64)
+    num_blocks = tl.cdiv(sizes.rows, BLOCK_M)
+    # Causal: the last rows see most, so start them first.
+    block, batch, head = own_block(num_blocks, sizes.heads, sight.right is not None)
     first = block * BLOCK_M
-    in_tile = tl.arange(0, BLOCK_M)
-    row = first + in_tile
-    lane_d = tl.arange(0, BLOCK_D)
-    lane_v = tl.arange(0, BLOCK_V)
+    row = first + tl.arange(0, BLOCK_M)
 
-    q_ptrs = q + (batch * q_batch_stride + head * q_head_stride + first.to(tl.int64) * q_row_stride) * ALIGN
-    q_ptrs = q_ptrs + in_tile[:, None] * (q_row_stride * ALIGN) + lane_d[None, :]
-    queries = tl.load(q_ptrs, mask=(row[:, None] < num_rows) & (lane_d[None, :] < HEAD_DIM), other=0.0)
-    k_base = k + (batch * k_batch_stride + (head // group) * k_head_stride) * ALIGN
-    v_base = v + (batch * v_batch_stride + (head // group) * v_head_stride) * ALIGN
-    mask_base = mask + batch * mask_batch_stride + head * mask_head_stride
-    k_segments_base = k_segments + batch * k_segments_stride
-
-    facing = facing_key(positions, row, num_rows, offset, HAS_POSITIONS)
-    q_segment = segment(q_segments + batch * q_segments_stride, row, num_rows, HAS_SEGMENTS)
+    q_ptrs = tile_pointers(q, q_strides, batch, head, first, BLOCK_M, BLOCK_D, ALIGN)
+    queries = load_tile(q_ptrs, row, sizes.rows, HEAD_DIM, BLOCK_D, True)
+    k_base = head_pointer(k, k_strides, batch, head // sizes.group, ALIGN)
+    v_base = head_pointer(v, v_strides, batch, head // sizes.group, ALIGN)
+    facing = facing_key(sight, row, sizes.rows)
+    q_segment = query_segment(sight, batch, row, sizes.rows)
     begin, full_begin, full_end, end = block_range(
         first,
-        offset,
-        left,
-        right,
-        num_rows,
-        num_keys,
-        ranges + batch * ranges_batch_stride + head * ranges_head_stride + block * 4,
+        sight.offset,
+        sight.left,
+        sight.right,
+        sizes.rows,
+        sizes.keys,
+        sight,
+        ranges,
+        batch,
+        head,
+        block,
         BLOCK_M,
         BLOCK_N,
-        HAS_LEFT and not HAS_POSITIONS,
-        HAS_RIGHT and not HAS_POSITIONS,
-        HAS_RANGES,
-        MASK == ADDITIVE_MASK,
     )
 
+    unit: tl.constexpr = 1.0 if sight.bias is not None else LOG2E
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * unit
         row_max = tl.zeros([BLOCK_M], tl.float32) + sink
         row_sum = tl.where(row_max == float("-inf"), 0.0, tl.full([BLOCK_M], 1.0, tl.float32))
     else:
@@ -241,9 +189,8 @@ def attention_forward(
 
     for part in tl.static_range(3):
         # Partly seen tiles before the full ones exist only with a left bound or with ranges from the data.
-        if part == 1 or part == 2 or HAS_LEFT or HAS_RANGES:
-            part_begin = begin if part == 0 else (full_begin if part == 1 else full_end)
-            part_end = full_begin if part == 0 else (full_end if part == 1 else end)
+        if (part != 0) or (sight.left is not None) or (ranges.blocks is not None):
+            part_begin, part_end = part_of_range(part, begin, full_begin, full_end, end)
             acc, row_max, row_sum = _attend(
                 acc,
                 row_max,
@@ -251,22 +198,17 @@ def attention_forward(
                 queries,
                 k_base,
                 v_base,
-                k_row_stride,
-                v_row_stride,
+                k_strides[1] * ALIGN,
+                v_strides[1] * ALIGN,
                 part_begin,
                 part_end,
                 row,
                 facing,
                 q_segment,
-                k_segments_base,
-                mask_base,
-                mask_row_stride,
-                mask_key_stride,
-                mask_floor,
-                num_rows,
-                num_keys,
-                left,
-                right,
+                batch,
+                head,
+                sight,
+                sizes,
                 score_scale,
                 softcap,
                 HEAD_DIM,
@@ -274,19 +216,15 @@ def attention_forward(
                 BLOCK_N,
                 BLOCK_D,
                 BLOCK_V,
-                HAS_LEFT,
-                HAS_RIGHT,
-                HAS_SEGMENTS,
-                MASK,
-                HAS_SOFTCAP,
                 PRECISION,
                 part != 1,
             )
 
     empty = row_sum == 0.0
     acc = acc * tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))[:, None]
-    row_lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(tl.where(empty, 1.0, row_sum)))
-    out_ptrs = out + (batch * out_batch_stride + head * out_head_stride + first.to(tl.int64) * out_row_stride) * ALIGN
-    out_ptrs = out_ptrs + in_tile[:, None] * (out_row_stride * ALIGN) + lane_v[None, :]
-    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=(row[:, None] < num_rows) & (lane_v[None, :] < VALUE_DIM))
-    tl.store(lse + head_of_batch.to(tl.int64) * num_rows + row, row_lse, mask=row < num_rows)
+    largest = row_max if sight.bias is not None else row_max * LN2
+    row_lse = tl.where(empty, float("-inf"), largest + tl.log(tl.where(empty, 1.0, row_sum)))
+    out_ptrs = tile_pointers(out, out_strides, batch, head, first, BLOCK_M, BLOCK_V, ALIGN)
+    inside = (row[:, None] < sizes.rows) & (tl.arange(0, BLOCK_V)[None, :] < VALUE_DIM)
+    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + (batch * sizes.heads + head) * sizes.rows + row, row_lse, mask=row < sizes.rows)

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from fusion_pass.kernels.attention_problem import Problem, resolve
 from fusion_pass.kernels.triton import attention as launchers
 
-KERNELS = ("attention_forward", "attention_dq", "attention_dkdv")
+KERNELS = ("attention_forward", "attention_dq", "attention_dkdv", "attention_tail")
 
 CASES: dict[str, dict[str, Any]] = {
     "causal_64": {"head_dim": 64},
@@ -28,37 +28,47 @@ CASES: dict[str, dict[str, Any]] = {
     "full_128": {"head_dim": 128, "causal": "none"},
     "causal_72": {"head_dim": 72},
     "segments_128": {"head_dim": 128, "segments": True},
+    "bias_128": {"head_dim": 128, "causal": "none", "bias": True},
 }
 
 
-def run(head_dim: int, causal: str = "top_left", segments: bool = False) -> None:
+def run(head_dim: int, causal: str = "top_left", segments: bool = False, bias: bool = False) -> None:
     """One forward and backward: 256 tokens, 8 query heads on 2 key heads."""
     q, k = (torch.randn(2, 256, heads, head_dim, dtype=torch.bfloat16) for heads in (8, 2))
     ids = torch.zeros(2, 256, dtype=torch.int32) if segments else None
-    seen = resolve(256, 256, causal=causal, window_left=-1, window_right=-1, q_segment_ids=ids)
+    mask = torch.zeros(256, 256) if bias else None
+    seen = resolve(256, 256, causal=causal, window_left=-1, window_right=-1, mask=mask, q_segment_ids=ids)
     problem = Problem(q, k, k, None, seen, head_dim**-0.5, 0.0)
     out, lse = launchers.forward(problem, "bshd")
     launchers.backward(problem, torch.randn_like(out), None, out, lse, (True, True, True, False))
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> dict[str, int]:
-    """What the launch would compile: an integer that is a multiple of 16 is known to be, a 1 is a constant."""
+    """What the launch would compile: an integer that is a multiple of 16 is known to be; 1 and None are constants."""
     options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages")}
     bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    signature, constants, attributes = {}, {}, {}
+    constants: dict[Any, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def described(value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple):
+            parts = [described(part, (*path, index)) for index, part in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if value is None or (type(value) is int and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, float):
+            return "fp32"
+        if isinstance(value, torch.Tensor) or value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+
+    signature = {}
     for index, name in enumerate(kernel.arg_names):
-        value = bound[name]
-        if name in kwargs or (type(value) is int and value == 1):
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
+        if name in kwargs:
+            signature[name], constants[(index,)] = "constexpr", bound[name]
         else:
-            signature[name] = "i32"
-            if value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+            signature[name] = described(bound[name], (index,))
     source = ASTSource(kernel, signature, constants, attributes)
     ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
     matrix = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch]
@@ -70,7 +80,7 @@ def main() -> None:
     report: dict[str, dict[str, dict[str, int]]] = {}
     for name in names:
         recorders = {kernel: Recorder(getattr(launchers, kernel)) for kernel in KERNELS}
-        unused = {kernel: Recorder(None) for kernel in ("attention_delta", "attention_ranges")}
+        unused = {kernel: Recorder(getattr(launchers, kernel)) for kernel in ("attention_delta", "attention_ranges")}
         with (
             mock.patch.multiple(launchers, **recorders, **unused),
             mock.patch.object(launchers, "_architecture", return_value=arch),
@@ -79,6 +89,7 @@ def main() -> None:
         report[name] = {
             kernel: compile_launch(recorder.kernel, *recorder.launches[0], arch)
             for kernel, recorder in recorders.items()
+            if recorder.launches
         }
     print(json.dumps(report))
 

@@ -37,6 +37,27 @@ def least_value_mask(generator: torch.Generator, case: Case) -> Conditions:
     }
 
 
+def left_padding(hidden: float, **values: int | float | str):
+    """Causal and padded on the left in one additive mask: the first rows of a padded sequence see nothing."""
+
+    def make(_generator: torch.Generator, case: Case) -> Conditions:
+        padded = torch.tensor([0, 9])[:, None, None, None]
+        i, j = torch.arange(case.queries)[:, None], torch.arange(case.keys)
+        return {
+            "mask": torch.zeros(2, 1, case.queries, case.keys).masked_fill((j > i) | (j < padded), hidden),
+            **values,
+        }
+
+    return make
+
+
+def one_key_in_a_window(_generator: torch.Generator, case: Case) -> Conditions:
+    """Only key 0 is not hidden, and a window takes it away: the softmax is over the hidden keys of the window."""
+    mask = torch.full((case.queries, case.keys), torch.finfo(torch.float32).min)
+    mask[:, 0] = 0
+    return {"mask": mask, "window_left": 3, "causal": "top_left"}
+
+
 def segments(ordered: bool, apart: bool = False, **values: int | float | str):
     def make(generator: torch.Generator, case: Case) -> Conditions:
         def ids(tokens: int) -> Tensor:
@@ -78,6 +99,13 @@ MASKS = {
     "bias": Case(conditions=random_mask(2, 1, 37, 37, dtype=torch.float32)),
     "bias_per_head": Case(conditions=random_mask(2, 37, 37, dtype=torch.float32)),
     "bias_least_value": Case(conditions=least_value_mask),
+    "bias_and_window": Case(conditions=one_key_in_a_window),
+    "bias_left_padding": Case(conditions=left_padding(torch.finfo(torch.float32).min)),
+    "bias_left_padding_bfloat16": Case(conditions=left_padding(torch.finfo(torch.bfloat16).min)),
+    "bias_left_padding_1e9": Case(conditions=left_padding(-1e9)),
+    "bias_left_padding_infinite": Case(conditions=left_padding(float("-inf"))),
+    "bias_left_padding_softcap": Case(logits=4, conditions=left_padding(torch.finfo(torch.float32).min, softcap=5.0)),
+    "bias_left_padding_sinks": Case(sinks=True, conditions=left_padding(torch.finfo(torch.float32).min)),
     "bias_and_softcap": Case(conditions=random_mask(37, 37, dtype=torch.float32, softcap=5.0)),
     "segments": Case(conditions=segments(True, causal="top_left")),
     "segments_any_order": Case(conditions=segments(False)),

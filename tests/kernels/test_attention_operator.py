@@ -56,16 +56,39 @@ def test_a_row_that_sees_no_key_is_zero_and_has_no_gradient(backend: str) -> Non
 
 
 @pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min, -1e9])
-def test_every_way_to_write_not_seen_gives_the_same_bits(value: float, backend: str) -> None:
+def test_a_hidden_key_leaves_no_trace_in_a_row_that_sees_another(value: float, backend: str) -> None:
     q, k, v = heads(20, 2), heads(20, 2), heads(20, 2)
     seen = torch.rand(2, 1, 20, 20) > 0.5
-    seen[:, :, 7] = False
+    seen[..., 3], seen[..., 7] = True, False
     added = torch.zeros(seen.shape).masked_fill(~seen, value)
     results = []
-    for mask in (added, torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))):
+    for mask in (added, seen):
         out, lse = attention(q, k, v, mask, backend=backend)
         results.append((out, lse, *gradients(out, q, k, v)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+    dk, dv = results[0][3:]
+    assert not dk[:, 7].any()
+    assert not dv[:, 7].any()
+
+
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e9])
+def test_a_row_of_equal_large_numbers_is_the_mean_of_all_values(value: float, backend: str) -> None:
+    """As the softmax of an eager model, which loses the scores in the sum: the padding of a left-padded batch. All keys
+    have an equal part in the row's gradient."""
+    q, k, v = heads(20, 2), heads(20, 2), heads(20, 2)
+    mask = torch.zeros(20, 20).masked_fill(torch.ones(20, 20).triu(1) > 0, value)
+    mask[3] = value
+    with poisoned_memory():
+        out, lse = attention(q, k, v, mask, backend=backend)
+        dq, dk, dv = gradients(out[:, 3], q, k, v)
+    torch.testing.assert_close(out[:, 3], v.mean(1))
+    assert torch.equal(lse[:, :, 3], torch.full((2, 2), value))
+    (expected,) = gradients(v.mean(1), v)
+    torch.testing.assert_close(dv, expected)
+    assert not dq[:, 4:].any()
+    assert dk.isfinite().all()
+    assert dk[:, 19].any()
 
 
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
@@ -116,14 +139,13 @@ def test_segment_ids_are_not_truncated_to_32_bits(backend: str) -> None:
 def visited(own: int, other: int, own_are_keys: bool, conditions: dict[str, Any], tokens: int = 64) -> list[list[int]]:
     """What the kernel before the kernels writes: [begin, full_begin, full_end, end] of each block."""
     from fusion_pass.kernels.attention_problem import Problem, resolve
-    from fusion_pass.kernels.triton.attention import _Sight
+    from fusion_pass.kernels.triton.attention import _ranges
 
     q = torch.randn(1, tokens, 1, 16)
     bounds = {"causal": "none", "window_left": -1, "window_right": -1}
     problem = Problem(q, q, q, None, resolve(tokens, tokens, **(bounds | conditions)), 0.25, 0.0)
-    ranges = _Sight(problem).ranges(own, other, own_are_keys)
-    assert ranges is not None
-    return ranges[0, 0].tolist()
+    blocks: list[list[int]] = _ranges(problem, own, other, own_are_keys).blocks[0, 0].tolist()
+    return blocks
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
@@ -144,6 +166,21 @@ def test_an_explicit_causal_mask_costs_half_the_square() -> None:
     mask = torch.ones(64, 64, dtype=torch.bool).tril()
     assert visited(16, 8, False, {"mask": mask}) == [[0, 2, 2, 2], *([0, 0, 2 * i, 2 * i + 2] for i in (1, 2, 3))]
     assert visited(8, 16, True, {"mask": mask}) == [[i // 2, i // 2 + 1, 4, 4] for i in range(8)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
+@pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min, -1e9])
+def test_an_additive_mask_is_passed_over_where_it_leaves_no_trace(value: float) -> None:
+    """A causal mask of numbers costs half the square too. A row of nothing but such numbers is their softmax: its block
+    visits them all. -inf is never visited."""
+    mask = torch.zeros(64, 64).masked_fill(torch.ones(64, 64).triu(1) > 0, value)
+    assert [block[::3] for block in visited(16, 8, False, {"mask": mask})] == [[0, 2 * i] for i in (1, 2, 3, 4)]
+    mask[5] = value
+    first = [0, 2] if value == float("-inf") else [0, 8]
+    assert [block[::3] for block in visited(16, 8, False, {"mask": mask})] == [first, [0, 4], [0, 6], [0, 8]]
+    if value != float("-inf"):  # another condition could hide the very key that makes the others negligible
+        window = visited(16, 8, False, {"mask": mask, "window_left": 63})
+        assert [block[::3] for block in window] == [[0, 8]] * 4
 
 
 # --- strides ---

@@ -175,6 +175,52 @@ def test_form(name: str) -> None:
     assert all(found[key] == pytest.approx(expected[key]) for key in expected)
 
 
+def blind(k: Tensor) -> Tensor:
+    """`[B, 1, 1, S]`, from data: hides every key of the first batch and some of the second."""
+    last = torch.arange(B)[:, None] == B - 1
+    return (last & (k[:, 0, :, 0] < 0)).logical_not()[:, None, None, :]
+
+
+PADDED: dict[str, tuple[Callable[..., Tensor], Any]] = {
+    "masked_fill": (
+        lambda q, k, v: (q @ k.mT).masked_fill(blind(k), LOWEST).softmax(-1) @ v,
+        "{hidden}.to(torch.bfloat16).mul(-3.3895313892515355e+38)",
+    ),
+    "masked_fill -1e9": (
+        lambda q, k, v: (q @ k.mT).masked_fill(blind(k), -1e9).softmax(-1) @ v,
+        "{hidden}.to(torch.bfloat16).mul(-3.3895313892515355e+38)",
+    ),
+    "where": (
+        lambda q, k, v: torch.where(~blind(k), q @ k.mT, LOWEST).softmax(-1) @ v,
+        "{seen}.logical_not().to(torch.bfloat16).mul(-3.3895313892515355e+38)",
+    ),
+    "added": (
+        lambda q, k, v: ((q @ k.mT) + torch.zeros(()).masked_fill(blind(k), LOWEST)).softmax(-1) @ v,
+        "{number}",
+    ),
+    "added to a causal mask": (
+        lambda q, k, v: (
+            (s := q @ k.mT) + torch.where(~hidden(s) & ~blind(k), torch.zeros(()), LOWEST)
+        ).softmax(-1) @ v,
+        "{where}",
+    ),
+    "masked_fill with -inf": (
+        lambda q, k, v: (q @ k.mT).masked_fill(blind(k), -torch.inf).softmax(-1) @ v,
+        "{hidden}.logical_not()",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_row_of_hidden_keys_keeps_the_numbers_it_was_given(name: str) -> None:
+    """The softmax of a row of nothing but finfo.min is uniform, over all keys: `fused` compares it with the graph. The
+    NaN of -inf becomes 0 (docs/attention.md)."""
+    model, mask = PADDED[name]
+    found = fused(model, *qkv())
+    names = {"hidden": "getitem_2", "seen": "invert", "number": "masked_fill", "where": "where"}
+    assert found == {"scale": 1.0, "mask": mask.format(**names)}
+
+
 @pytest.mark.parametrize("name", ["softcap and mask", "where", "scale by div"])
 def test_form_at_every_length(name: str) -> None:
     model, expected = FORMS[name]
@@ -328,6 +374,10 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "hidden by a small number": (
         lambda q, k, v: (s := q @ k.mT).masked_fill(hidden(s), -5.0).softmax(-1) @ v,
         "not low enough to hide",
+    ),
+    "two masks that may hide a whole row": (
+        lambda q, k, v: ((s := q @ k.mT).masked_fill(hidden(s), LOWEST) + k.sum(-1)[:, :, None]).softmax(-1) @ v,
+        "hide keys by finite numbers, and a row may see no key",
     ),
     "negative scale": (lambda q, k, v: ((q @ k.mT) * -0.25).softmax(-1) @ v, "stands between the scores"),
     "gradient stopped": (lambda q, k, v: (q @ k.mT).softmax(-1).detach() @ v, "changes the attention weights"),

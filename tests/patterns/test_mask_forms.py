@@ -288,10 +288,32 @@ def test_padding_is_the_small_mask() -> None:
 
 
 def test_padding_added() -> None:
-    def mask(q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
-        return additive(columns(k) <= rows(q)) + (~padding.bool()[:, None, None, :]).float() * LOWEST
+    """Padded rows may see no key: by finite numbers the softmax of such a row is over all keys, and the mask stays."""
 
-    assert with_data(mask, PADDING) == {"mask": "getitem_2", "causal": "top_left"}
+    def padded(value: float, lowest: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def mask(q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
+            keys = torch.zeros(()).masked_fill(~padding.bool()[:, None, None, :], value)
+            return additive(columns(k) <= rows(q), lowest) + keys
+
+        return mask
+
+    assert with_data(padded(LOWEST, LOWEST), PADDING) == {"mask": "add"}
+    assert with_data(padded(-torch.inf, LOWEST), PADDING) == {"mask": "add"}
+    hidden = with_data(padded(-torch.inf, -torch.inf), PADDING)
+    assert hidden == {"mask": "getitem", "causal": "top_left"}
+
+
+def test_rows_that_see_a_key_need_no_numbers() -> None:
+    """On the diagonal, on the bottom-right diagonal, or the first key."""
+    window = lambda q, k: additive((columns(k) <= rows(q)) & (columns(k) > rows(q) - 3))  # noqa: E731
+    assert proved(window) == {"causal": "top_left", "window_left": 2}
+    last = lambda q, k: additive(columns(k) <= rows(q) + k.shape[2] - q.shape[2])  # noqa: E731
+    assert proved(last, keys=S + 4) == {"causal": "bottom_right"}
+    assert proved(lambda q, k: additive((columns(k) < 1) & (rows(q) >= 0)))["mask"]
+    # More queries than keys: the last row of this window, and the first of the shifted diagonal, see nothing.
+    assert set(proved(window, queries=S + 4)) == {"mask"}
+    assert set(proved(last, queries=S + 4)) == {"mask"}
+    assert proved(lambda q, k: additive(columns(k) <= rows(q)), queries=S + 4) == {"causal": "top_left"}
 
 
 def test_padding_of_unknown_numbers_is_data() -> None:
