@@ -175,9 +175,11 @@ def fused(
 
 def liger(shape: Shape) -> Callable[..., tuple[Tensor, ...]] | None:
     """Liger-Kernel's RMSNorm and RoPE, where they compute the same."""
-    same = not shape.packed and shape.norm == "rms" and shape.norm_scope == "head" and shape.full_width
+    norms = {"rms": (0.0, "llama"), "rms_one_plus": (1.0, "gemma")}
+    same = not shape.packed and shape.norm in norms and shape.norm_scope == "head" and shape.full_width
     if not same:
         return None
+    offset, casting = norms[shape.norm]
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
@@ -185,7 +187,7 @@ def liger(shape: Shape) -> Callable[..., tuple[Tensor, ...]] | None:
         return None
 
     def run(_: Shape, x: Sequence[Tensor], cos: Tensor, sin: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        q, k = (LigerRMSNormFunction.apply(t, w, 1e-6, 0.0, "llama", False) for t, w in zip(x, weights, strict=True))
+        q, k = (LigerRMSNormFunction.apply(t, w, 1e-6, offset, casting, False) for t, w in zip(x, weights, strict=True))
         result: tuple[Tensor, ...] = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return result
 
