@@ -9,7 +9,7 @@ import importlib
 
 from ..attention_kernels import ATTENTION_OPS
 from ..registry import NORM_ROPE_OPS, Kernel, Request
-from . import attention
+from . import attention, packed_attention
 from .environment import missing_runtime, missing_triton
 
 
@@ -42,6 +42,14 @@ KERNELS = (
         load=lambda: attention,
         available=missing_runtime,
         supports=attention.supports,
+    ),
+    Kernel(
+        name="ascend_packed",
+        ops=ATTENTION_OPS,
+        load=lambda: packed_attention,
+        available=missing_runtime,
+        supports=packed_attention.supports,
+        gate=packed_attention.gate,
     ),
     Kernel(
         name="ascend_flash",

@@ -3,16 +3,21 @@
 | here | there |
 |---|---|
 | every key seen | no `atten_mask` (the modes and token counts are then ignored) |
-| causal `top_left`, `bottom_right` | `sparse_mode` 2, 3 with the compressed mask: 2048 x 2048, True above the
-diagonal | | a window, with or without causality | `sparse_mode` 4 with that mask; `pre_tokens`, `next_tokens` count
-from the bottom-right diagonal | | a boolean mask, with any of these | `sparse_mode` 1 with the whole condition
-negated (theirs hides where True) | | `out`, `lse` | `out`, `softmax_max + log(softmax_sum)` | | `lse` in the backward
-| `softmax_max = lse`, `softmax_sum = 1`: `exp(s - lse) / 1` is the same probability |
+| causal `top_left`, `bottom_right` | `sparse_mode` 2, 3 and the compressed mask: 2048 x 2048, True above the diagonal |
+| a window | `sparse_mode` 4 with that mask; `pre_tokens`, `next_tokens` count from the bottom-right diagonal |
+| a boolean mask, with any of these | `sparse_mode` 1 with the whole condition negated (theirs hides where True) |
+| `sinks` | `sink`, in float32: one more score in the maximum and the sum of its head's rows |
+| `out`, `lse` | `out`, `softmax_max + log(softmax_sum)` of the scaled scores, the sink among them |
+| `lse` in the backward | `softmax_max = lse`, `softmax_sum = 1`: `exp(s - lse) / 1` is the same probability |
 
-Source: the operator documentation inside the torch_npu 2.13.0 wheel (`_op_plugin_docs.py`) and its schemas. A single
-query a sequence goes to the decoding operator `npu_fused_infer_attention_score`, everything else to
-`npu_fusion_attention_v2`; `npu_prompt_flash_attention` is not used because it returns no log-sum.
-`tests/ascend/test_vendor_attention.py` holds the calls to the schemas and to an emulation of the documentation.
+Sources: the operator documentation inside the torch_npu 2.13.0 wheel (`_op_plugin_docs.py`) and its schemas; for the
+statistics the vendor's test on a 910B (op-plugin, `test/test_custom_ops/test_npu_flash_attention.py`); for the sink
+and its gradient `aclnnFlashAttentionScoreV3.md` and `aclnnFlashAttentionScoreGradV3.md` of ops-transformer.
+
+A single query a sequence goes to the decoding operator `npu_fused_infer_attention_score`, everything else to
+`npu_fusion_attention_v2`; `npu_prompt_flash_attention` is not used because it returns no log-sum. Packed documents
+are in `packed_attention.py`. `tests/ascend/test_vendor_attention.py` holds the calls to the schemas and to an emulation
+of the documentation.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from torch import Tensor
 
 from ..attention_problem import Problem
 from ..registry import Request
+from .environment import missing_operator
 
 NO_LIMIT = 2147483647
 """The vendor's default for `pre_tokens` and `next_tokens`."""
@@ -54,25 +60,43 @@ class Call:
 
 def supports(request: Request) -> str | None:
     """Why the vendor's operators cannot compute this call exactly, or None."""
-    if request.device.type != "npu":
-        return f"it runs on npu tensors, and these are on {request.device.type}."
-    if "sinks" in request.dtypes:
-        return "sinks are given, and whether the vendor's softmax_sum counts them is not documented, so lse is unknown."
-    for name in ("q_segment_ids", "cu_seqlens_q"):
-        if name in request.dtypes:
-            return f"{name} is given; the vendor takes document lengths from the host, which would wait for the device."
+    if "q_segment_ids" in request.dtypes:
+        return "q_segment_ids are given; the vendor takes documents as lengths, not as ids."
+    if "cu_seqlens_q" in request.dtypes:
+        return "cu_seqlens_q is given, which the vendor reads on the host; ascend_packed does, and waits for it."
     mask = request.dtypes.get("mask")
     if mask is not None and mask != torch.bool:
         return f"mask is {mask}; the vendor adds a bias before it hides keys, and -inf in a bias is not documented."
+    return (
+        unsupported(request)
+        or sinks_unsupported(request, "aclnnFlashAttentionScoreV3", "aclnnFlashAttentionScoreGradV3")
+        or _rows_see_a_key(request)
+    )
+
+
+def unsupported(request: Request) -> str | None:
+    """What the vendor takes in no layout."""
+    if request.device.type != "npu":
+        return f"it runs on npu tensors, and these are on {request.device.type}."
     if request.options.get("softcap", 0.0):
         return "softcap is set; the vendor's operators have none."
     if "grad_lse" in request.dtypes:
         return "lse has a gradient, which the vendor's backward does not take."
     if request.op == "attention_backward" and request.options.get("deterministic", False):
-        return "deterministic is set, and the order of the sums in the vendor's backward is not documented."
+        return "deterministic is set, and the vendor's backward is not by default (aclnnFlashAttentionScoreGradV3.md)."
     if request.dtypes["q"] not in (*HALF_TYPES, torch.float32):
         return f"q is {request.dtypes['q']}; it takes bfloat16, float16 or float32."
-    return _shapes_fit(request) or _rows_see_a_key(request)
+    return _shapes_fit(request)
+
+
+def sinks_unsupported(request: Request, forward_operator: str, backward_operator: str) -> str | None:
+    """Why the sinks of this call are not taken, or None; the operators of CANN that take them are newer ones."""
+    if "sinks" not in request.dtypes:
+        return None
+    if request.op == "attention_backward" and request.dtypes["q"] not in HALF_TYPES:
+        return f"sinks are given and q is {request.dtypes['q']}; their gradient is documented for half precision only."
+    missing = missing_operator(backward_operator if request.op == "attention_backward" else forward_operator)
+    return None if missing is None else f"sinks are given, and {missing}"
 
 
 def _shapes_fit(request: Request) -> str | None:
@@ -133,7 +157,7 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
         computed, lse = result[0], result[1][..., 0] + result[2][..., 0].log()
     empty = _empty_rows(problem)
     if empty is not None:
-        lse = lse.masked_fill(empty, -torch.inf)
+        lse = torch.where(empty, lse_without_keys(problem), lse)
         computed = computed.masked_fill(empty.transpose(1, 2).unsqueeze(-1), 0)
     out = problem.empty_out(order)
     out = computed if computed.stride() == out.stride() else out.copy_(computed)
@@ -149,18 +173,35 @@ def backward(
     needs: Sequence[bool],
     into: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k and v; see `AttentionBackend`."""
+    """The gradients of q, k, v and the sinks; see `AttentionBackend`."""
     assert grad_lse is None, "the registry does not choose this back end when lse has a gradient"
     empty = _empty_rows(problem)
     if empty is not None:
         # A row without keys: no gradient flows in, and its probabilities only have to be finite.
-        lse = lse.masked_fill(empty, 0)
+        lse = lse.masked_fill(lse == -torch.inf, 0)
         grad_out = grad_out.masked_fill(empty.transpose(1, 2).unsqueeze(-1), 0)
     gradients = backward_call(problem, grad_out, out, lse)()
     results: list[Tensor | None] = []
     for gradient, needed, given in zip(gradients, needs, into, strict=False):
         results.append(None if not needed else gradient.contiguous() if given is None else given.copy_(gradient))
-    return *results[:3], None
+    return *results[:3], sinks_gradient(problem, gradients[6], needs)
+
+
+def lse_without_keys(problem: Problem) -> Tensor:
+    """`[Hq, 1]`, the log-sum of a row that sees no key: of its sink alone, if there is one."""
+    if problem.sinks is None:
+        return problem.q.new_full((problem.q.shape[2], 1), -torch.inf, dtype=torch.float32)
+    return problem.sinks.float()[:, None]
+
+
+def sinks_argument(problem: Problem) -> dict[str, Tensor]:
+    """The sinks in the vendor's arguments."""
+    return {} if problem.sinks is None else {"sink": problem.sinks.float().contiguous()}
+
+
+def sinks_gradient(problem: Problem, computed: Tensor, needs: Sequence[bool]) -> Tensor | None:
+    """The vendor's gradient of the sinks in their dtype, or None."""
+    return computed.to(problem.sinks.dtype) if problem.sinks is not None and len(needs) > 3 and needs[3] else None
 
 
 def forward_call(problem: Problem) -> Call:
@@ -168,7 +209,8 @@ def forward_call(problem: Problem) -> Call:
     q, k, v = problem.q, problem.k, problem.v
     heads, kv_heads = q.shape[2], k.shape[2]
     masking = visibility(problem)
-    if q.shape[1] == 1 and not masking and q.dtype in HALF_TYPES and heads <= LARGEST_DECODE_GROUP * kv_heads:
+    decoding = q.shape[1] == 1 and not masking and problem.sinks is None and q.dtype in HALF_TYPES
+    if decoding and heads <= LARGEST_DECODE_GROUP * kv_heads:
         return Call(
             "npu_fused_infer_attention_score",
             (q.contiguous(), k.contiguous(), v.contiguous()),
@@ -183,13 +225,13 @@ def forward_call(problem: Problem) -> Call:
     return Call(
         "npu_fusion_attention_v2",
         (q, k, v, heads, "BSND"),
-        {"scale": problem.scale, "keep_prob": 1.0, **masking},
+        {"scale": problem.scale, "keep_prob": 1.0, **masking, **sinks_argument(problem)},
     )
 
 
 def backward_call(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Call:
-    """The call that computes the gradients of q, k and v from out and the log-sum. Layout BSND."""
-    maximum = lse.unsqueeze(-1).expand(*lse.shape, STATISTIC_COPIES).contiguous()
+    """The call that computes the gradients of q, k, v and the sinks from out and the log-sum. Layout BSND."""
+    maximum = copies(lse)
     return Call(
         "npu_fusion_attention_grad_v2",
         (problem.q, problem.k, problem.v, grad_out, problem.q.shape[2], "BSND"),
@@ -200,8 +242,14 @@ def backward_call(problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) 
             "scale_value": problem.scale,
             "keep_prob": 1.0,
             **visibility(problem),
+            **sinks_argument(problem),
         },
     )
+
+
+def copies(lse: Tensor) -> Tensor:
+    """The log-sum as the vendor keeps a row's statistic: eight times, side by side."""
+    return lse.unsqueeze(-1).expand(*lse.shape, STATISTIC_COPIES).contiguous()
 
 
 def visibility(problem: Problem) -> dict[str, Any]:
@@ -212,7 +260,7 @@ def visibility(problem: Problem) -> dict[str, Any]:
         return {"atten_mask": _hidden(problem), "sparse_mode": 1, "inner_precise": 2}
     if seen.left is None and seen.right is None:
         return {}
-    compressed = {"atten_mask": _above_diagonal(problem.q.device)}
+    compressed = {"atten_mask": compressed_mask(problem.q.device)}
     if seen.left is None and seen.right == 0:
         return {**compressed, "sparse_mode": 2 if seen.offset == 0 else 3}
     # The vendor counts from the diagonal that ends in the last query and key; ours may start at the first.
@@ -245,6 +293,6 @@ def _empty_rows(problem: Problem) -> Tensor | None:
 
 
 @lru_cache(maxsize=8)
-def _above_diagonal(device: torch.device) -> Tensor:
+def compressed_mask(device: torch.device) -> Tensor:
     """The vendor's compressed mask: one for all lengths."""
     return torch.ones((COMPRESSED, COMPRESSED), dtype=torch.bool, device=device).triu(1)

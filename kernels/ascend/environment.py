@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -48,6 +50,16 @@ def missing_triton() -> str | None:
     return None
 
 
+def missing_operator(name: str) -> str | None:
+    """None if CANN has the operator `name` (`aclnnFlashAttentionScoreV3`), else why not.
+
+    torch_npu looks for it in the same libraries (op-plugin, `op_api_common.cpp`), and raises where it does not find it.
+    """
+    if any(_has_symbol(library, f"{name}GetWorkspaceSize") for library in _operator_libraries()):
+        return None
+    return f"the CANN installed here has no {name}; a newer one has."
+
+
 def platform_of(device: torch.device) -> Platform:
     """The chip behind `device`; for a CPU tensor (the interpreter) the smallest one.
 
@@ -61,6 +73,19 @@ def platform_of(device: torch.device) -> Platform:
 def _npu(index: int) -> Platform:
     name: str = getattr(torch, "npu").get_device_name(index)  # noqa: B009  # torch_npu adds it
     return platform_named(name)
+
+
+@cache
+def _operator_libraries() -> tuple[str, ...]:
+    """CANN's operators are in one library, or (from 8.5 on) in several beside it."""
+    home = os.environ.get("ASCEND_HOME_PATH")
+    beside = [] if home is None else sorted(map(str, Path(home, "lib64").glob("libopapi_*.so")))
+    return *beside, "libopapi.so", "libaclnn_ops_train.so", "libaclnn_ops_infer.so"
+
+
+@cache
+def _has_symbol(library: str, symbol: str) -> bool:
+    return _loads(library) and hasattr(ctypes.CDLL(library), symbol)
 
 
 @cache

@@ -1,7 +1,8 @@
-"""Teaches Triton-Ascend 3.2.0's CPU interpreter the slice operations, which it lacks (test only).
+"""Teaches Triton-Ascend 3.2.0's CPU interpreter what it lacks (test only).
 
-The interpreter runs kernel source on numpy arrays; `extract_slice` and `insert_slice` call into a builder it does not
-have.
+The interpreter runs kernel source on numpy arrays. `extract_slice` and `insert_slice` call into a builder it does not
+have; and it knows `tl.max` by the function that combines two elements, which 3.2.0 has given another name: without it
+every element is a call.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language import standard
 from triton.runtime.interpreter import TensorHandle
+from triton.triton_patch.language.standard import _elementwise_max_default
 
 
 def _integer(value: Any) -> int:
@@ -41,7 +44,8 @@ def insert_slice(ful: Any, sub: Any, offsets: Any, sizes: Any, strides: Any, *_:
 
 
 def install(*modules: Any) -> None:
-    """Give the kernels of these modules the slice operations of this file."""
+    """Give the kernels of these modules the slice operations of this file, and the interpreter the fast `tl.max`."""
+    standard._elementwise_max = _elementwise_max_default
     for module in modules:
         module.extract_slice = extract_slice
         module.insert_slice = insert_slice

@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import torch
+
 PATH = Path(os.environ.get("FUSION_PASS_NPU_SCHEMAS", Path(sys.prefix) / "torch_npu_schemas.yaml"))
 
 
@@ -26,3 +28,8 @@ def read(name: str) -> str:
     found = set(re.findall(rf"func: ({re.escape(name)}\(.*)$", _text(), flags=re.MULTILINE))
     assert len(found) == 1, f"{name} has {len(found)} schemas in {PATH}"
     return found.pop().strip()
+
+
+def argument_names(name: str) -> list[str]:
+    """The arguments of `npu::name` in order."""
+    return [argument.name for argument in torch._C.parse_schema(read(name)).arguments]

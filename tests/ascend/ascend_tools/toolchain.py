@@ -52,6 +52,10 @@ BUFFERIZE = (
 ).split()
 
 
+PASSES = "function(sroa,early-cse,simplifycfg)"
+"""What makes the host code small; -O2 takes longer than the code it speeds up runs."""
+
+
 def missing_lowering() -> str | None:
     """Why a launch cannot be lowered here, or None."""
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.ascend") is None:
@@ -75,12 +79,10 @@ def missing_host() -> str | None:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A linalg module and what it was made from."""
+    """A linalg module and the name of its function."""
 
     name: str
     text: str
-    pointers: tuple[bool, ...]
-    """For each argument in order, whether it is a pointer."""
 
     @property
     def digest(self) -> str:
@@ -89,6 +91,7 @@ class Lowered:
 
 def lower(launch: Any, platform: str = "Ascend910B4") -> Lowered:
     """The linalg module of `launch` (a `fusion_pass.kernels.ascend.launch.Launch`)."""
+    import triton
     from triton._C.libtriton import ir
     from triton.backends.ascend import compiler as ascend
     from triton.backends.compiler import GPUTarget
@@ -96,6 +99,11 @@ def lower(launch: Any, platform: str = "Ascend910B4") -> Lowered:
 
     names = [name for name in launch.kernel.arg_names if name not in launch.constants]
     signature = {name: _type(launch.arguments[name]) for name in names}
+    # `cache_key` covers the source of the kernel and of the functions it calls.
+    made_from = (triton.__version__, launch.kernel.cache_key, signature, sorted(launch.constants.items()), platform)
+    kept = CACHE / f"{hashlib.sha256(repr(made_from).encode()).hexdigest()[:20]}.linalg.mlir"
+    if kept.exists():
+        return Lowered(launch.kernel.__name__, kept.read_text())
     target = GPUTarget("npu", platform, 0)
     backend = make_backend(target)
     source = ASTSource(launch.kernel, signature, dict(launch.constants))
@@ -107,7 +115,16 @@ def lower(launch: Any, platform: str = "Ascend910B4") -> Lowered:
     metadata = {"hash": "test", "target": target, **options.__dict__}
     module = ascend.make_ttir(module, metadata, options)
     text = ascend.ttir_to_linalg(module, metadata, options, named_ops=True)
-    return Lowered(launch.kernel.__name__, text, tuple(kind.startswith("*") for kind in signature.values()))
+    _write(kept, text)
+    return Lowered(launch.kernel.__name__, text)
+
+
+def _write(path: Path, text: str) -> None:
+    """At once, so that another process never reads a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
 
 
 def _type(value: Any) -> str:
@@ -132,11 +149,9 @@ class Plan:
 
 def plan_memory(lowered: Lowered, platform: str) -> Plan:
     """Every on-chip buffer allocated for `platform`, by Huawei's compiler."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    source = CACHE / f"{lowered.digest}.mlir"
-    source.write_text(re.sub(r', mix_mode = "[^"]*"', "", lowered.text))
-    temps = CACHE / f"{lowered.digest}.{platform}"
-    temps.mkdir(exist_ok=True)
+    temps = _folder(lowered, platform)
+    source = temps / "in.mlir"
+    _write(source, re.sub(r', mix_mode = "[^"]*"', "", lowered.text))
     spec = importlib.util.find_spec("ascendnpuir")
     assert spec is not None
     assert spec.origin is not None
@@ -171,8 +186,15 @@ def plan_memory(lowered: Lowered, platform: str) -> Plan:
 def device_spec(lowered: Lowered, platform: str) -> dict[str, int]:
     """The compiler's own table of the chip, as it writes it into the module: cores, and memory sizes in bits."""
     plan_memory(lowered, platform)
-    module = (CACHE / f"{lowered.digest}.{platform}" / "module.hivm.opt.mlir").read_text()
+    module = (_folder(lowered, platform) / "module.hivm.opt.mlir").read_text()
     return {name: int(value) for name, value in re.findall(r'dlti\.dl_entry<"(\w+)", (\d+) : i\d+>', module)}
+
+
+def _folder(lowered: Lowered, platform: str) -> Path:
+    """Where this process keeps what the compiler writes for one module and chip."""
+    folder = CACHE / f"{lowered.digest}.{platform}.{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 ELEMENT_BYTES = {"f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i16": 2, "i8": 1, "i1": 1, "i64": 8, "f64": 8}
@@ -235,7 +257,6 @@ class _Descriptor(ctypes.Structure):
 
 @functools.cache
 def _host_function(lowered: Lowered) -> Any:
-    CACHE.mkdir(parents=True, exist_ok=True)
     library = CACHE / f"{lowered.digest}.so"
     if not library.exists():
         _compile_for_host(lowered, library)
@@ -244,21 +265,30 @@ def _host_function(lowered: Lowered) -> Any:
 
 def _compile_for_host(lowered: Lowered, library: Path) -> None:
     binaries = LLVM / "usr/lib/llvm-19/bin"
-    stem = str(library.with_suffix(""))
+    stem = str(library.with_suffix(f".{os.getpid()}"))
     text = re.sub(r"\) attributes \{[^}]*\} \{$", ") attributes {llvm.emit_c_interface} {", lowered.text, flags=re.M)
     text = re.sub(r" \{tt\.[^}]*\}", "", text)
     # A hint of Huawei's own dialect about the layout of a buffer; it computes nothing.
     text = re.sub(r"^ *annotation\.mark .*\n", "", text, flags=re.M)
-    Path(f"{stem}.in.mlir").write_text(text)
+    _write(Path(f"{stem}.in.mlir"), text)
     for command in (
         [str(binaries / "mlir-opt"), f"{stem}.in.mlir", *BUFFERIZE, "-o", f"{stem}.llvm.mlir"],
         [str(binaries / "mlir-translate"), "--mlir-to-llvmir", f"{stem}.llvm.mlir", "-o", f"{stem}.ll"],
-        [str(binaries / "opt"), "-O2", f"{stem}.ll", "-S", "-o", f"{stem}.opt.ll"],
-        [str(binaries / "llc"), "-O2", "-relocation-model=pic", "-filetype=obj", f"{stem}.opt.ll", "-o", f"{stem}.o"],
-        ["gcc", "-O2", "-shared", "-fPIC", f"{stem}.o", str(HERE / "host_runtime.c"), "-o", f"{stem}.tmp.so", "-lm"],
+        [str(binaries / "opt"), f"-passes={PASSES}", f"{stem}.ll", "-o", f"{stem}.bc"],
+        [str(binaries / "llc"), "-O2", "-relocation-model=pic", "-filetype=obj", f"{stem}.bc", "-o", f"{stem}.o"],
+        ["gcc", "-shared", f"{stem}.o", str(_runtime()), "-o", f"{stem}.tmp.so", "-lm"],
     ):
         _check(command)
     os.replace(f"{stem}.tmp.so", library)
+
+
+@functools.cache
+def _runtime() -> Path:
+    """`host_runtime.c`, compiled once a process."""
+    source = HERE / "host_runtime.c"
+    compiled = CACHE / f"host_runtime.{os.getpid()}.o"
+    _check(["gcc", "-O2", "-c", "-fPIC", str(source), "-o", str(compiled)])
+    return compiled
 
 
 def _check(command: list[str]) -> None:
