@@ -14,6 +14,7 @@ from torch import Tensor
 from .ops import OPERATORS, split_packed
 from .options import check_packed
 
+# Called with the tensors and the values of all options in the order of the schema: see `registration.Operator`.
 _qkv_norm_rope, _qk_norm_rope = OPERATORS["qkv_norm_rope"], OPERATORS["qk_norm_rope"]
 _norm_rope, _rope = OPERATORS["norm_rope"], OPERATORS["rope"]
 
@@ -52,28 +53,28 @@ def qkv_norm_rope(
     Where no gradient is recorded v is a view of `qkv` and nothing of it is moved; in training it is a copy, because
     the backward writes one packed gradient in one pass.
     """
-    options = {
-        "norm": norm,
-        "eps": eps,
-        "norm_scope": norm_scope,
-        "norm_first": norm_first,
-        "rotary_dim": rotary_dim,
-        "rotary_start": rotary_start,
-        "pairing": pairing,
-        "conjugate": conjugate,
-        "mrope_layout": mrope_layout,
-        "mrope_section": mrope_section,
-        "out_order": out_order,
-        "out_dtype": out_dtype,
-        "backend": backend,
-    }
+    options = (
+        norm,
+        eps,
+        norm_scope,
+        norm_first,
+        rotary_dim,
+        rotary_start,
+        pairing,
+        conjugate,
+        mrope_layout,
+        tuple(mrope_section),
+        out_order,
+        out_dtype,
+        backend,
+    )
     if packing == "blocked" and not (torch.is_grad_enabled() and qkv.requires_grad):
         check_packed(qkv, num_heads, num_kv_heads, head_dim, packing)
         q, k, v = split_packed(qkv, num_heads, num_kv_heads, packing)
-        q, k = _qk_norm_rope(q, k, cos, sin, positions, q_weight, k_weight, q_bias, k_bias, **options)
+        q, k = _qk_norm_rope((q, k, cos, sin, positions, q_weight, k_weight, q_bias, k_bias), options)
         return q, k, v
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "packing": packing}
-    q, k, v = _qkv_norm_rope(qkv, cos, sin, positions, q_weight, k_weight, q_bias, k_bias, **heads, **options)
+    tensors = (qkv, cos, sin, positions, q_weight, k_weight, q_bias, k_bias)
+    q, k, v = _qkv_norm_rope(tensors, (num_heads, num_kv_heads, head_dim, packing, *options))
     return q, k, v
 
 
@@ -103,30 +104,22 @@ def qk_norm_rope(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Normalise and rotate each head of q [B, S, H, D] and k [B, S, KV, D]; any strides, the last is 1."""
-    q, k = _qk_norm_rope(
-        q,
-        k,
-        cos,
-        sin,
-        positions,
-        q_weight,
-        k_weight,
-        q_bias,
-        k_bias,
-        norm=norm,
-        eps=eps,
-        norm_scope=norm_scope,
-        norm_first=norm_first,
-        rotary_dim=rotary_dim,
-        rotary_start=rotary_start,
-        pairing=pairing,
-        conjugate=conjugate,
-        mrope_layout=mrope_layout,
-        mrope_section=mrope_section,
-        out_order=out_order,
-        out_dtype=out_dtype,
-        backend=backend,
+    options = (
+        norm,
+        eps,
+        norm_scope,
+        norm_first,
+        rotary_dim,
+        rotary_start,
+        pairing,
+        conjugate,
+        mrope_layout,
+        tuple(mrope_section),
+        out_order,
+        out_dtype,
+        backend,
     )
+    q, k = _qk_norm_rope((q, k, cos, sin, positions, q_weight, k_weight, q_bias, k_bias), options)
     return q, k
 
 
@@ -153,27 +146,22 @@ def norm_rope(
     backend: str = "auto",
 ) -> Tensor:
     """`qk_norm_rope` for one tensor [B, S, H, D]."""
-    result: Tensor = _norm_rope(
-        x,
-        cos,
-        sin,
-        positions,
-        weight,
-        bias,
-        norm=norm,
-        eps=eps,
-        norm_scope=norm_scope,
-        norm_first=norm_first,
-        rotary_dim=rotary_dim,
-        rotary_start=rotary_start,
-        pairing=pairing,
-        conjugate=conjugate,
-        mrope_layout=mrope_layout,
-        mrope_section=mrope_section,
-        out_order=out_order,
-        out_dtype=out_dtype,
-        backend=backend,
+    options = (
+        norm,
+        eps,
+        norm_scope,
+        norm_first,
+        rotary_dim,
+        rotary_start,
+        pairing,
+        conjugate,
+        mrope_layout,
+        tuple(mrope_section),
+        out_order,
+        out_dtype,
+        backend,
     )
+    result: Tensor = _norm_rope((x, cos, sin, positions, weight, bias), options)
     return result
 
 
@@ -212,22 +200,17 @@ def rope(
     if aligned and cos.dim() == (2 if mrope_layout == "none" else 3):
         # [S, T], or [3, S, T]: one table for every batch entry.
         cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-    result: Tensor = _rope(
-        x,
-        cos,
-        sin,
-        positions,
-        cu_seqlens,
-        per_sequence,
-        seqlen_offset=constant,
-        rotary_dim=2 * cos.shape[-1] if rotary_dim is None else rotary_dim,
-        rotary_start=rotary_start,
-        pairing=pairing,
-        conjugate=conjugate,
-        mrope_layout=mrope_layout,
-        mrope_section=mrope_section,
-        out_order=out_order,
-        out_dtype=out_dtype,
-        backend=backend,
+    options = (
+        constant,
+        2 * cos.shape[-1] if rotary_dim is None else rotary_dim,
+        rotary_start,
+        pairing,
+        conjugate,
+        mrope_layout,
+        tuple(mrope_section),
+        out_order,
+        out_dtype,
+        backend,
     )
+    result: Tensor = _rope((x, cos, sin, positions, cu_seqlens, per_sequence), options)
     return result.squeeze(0) if tokens_only else result

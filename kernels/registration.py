@@ -14,7 +14,7 @@ The backward is an operator too (`<name>_backward`), so AOTAutograd traces it li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,31 +78,28 @@ class Operator:
         self.overload = getattr(getattr(torch.ops, library.ns), name).default
         arguments = self.overload._schema.arguments
         self._positional = sum(not a.kwarg_only for a in arguments)
-        self._defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
+        self.defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
         library.impl(name, self.forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         library.impl(name, self.autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"{library.ns}::{name}", self.fake, lib=library)
         _operators.append(self)
 
-    def __call__(self, *args: Tensor | None, **options: Any) -> Any:
-        """As `torch.ops.fusion_pass.<name>`."""
-        if torch.compiler.is_compiling() or not plain(args):
-            return self.overload(*args, **options)
-        args = self.padded(args)
-        replay = self._replays.get(self._key(args, options))
+    def __call__(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Any:
+        """As `torch.ops.fusion_pass.<name>(*tensors, **options)`; `values`: of all options, in the schema's order."""
+        if torch.compiler.is_compiling() or not plain(tensors):
+            return self.overload(*tensors, **dict(zip(self.defaults, values, strict=True)))
+        replay = self._replays.get((registry.generation(), call_key(tensors, values)))
         if replay is None:
-            return self.overload(*args, **options)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return self.overload(*tensors, **dict(zip(self.defaults, values, strict=True)))
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
             assert self.function is not None
-            return self.function.apply(  # type: ignore[no-untyped-call]
-                replay, options, *args
-            )
-        return self._returned(replay(args))
+            return self.function.apply(replay, values, *tensors)  # type: ignore[no-untyped-call]
+        return self._returned(replay(tensors))
 
     def forward(self, *args: Tensor | None, **options: Any) -> Any:
         """The kernel behind all dispatch keys."""
         args = self.padded(args)
-        key = self._key(args, options)
+        key = (registry.generation(), call_key(args, self.values(options)))
         replay = self._replays.get(key)
         if replay is not None:
             return self._returned(replay(args))
@@ -125,28 +122,32 @@ class Operator:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             assert self.function is not None
             return self.function.apply(  # type: ignore[no-untyped-call]
-                keyset, options, *args
+                keyset, self.values(options), *self.padded(args)
             )
         return self.below_autograd(keyset, args, options)
 
-    def below_autograd(
-        self, way: DispatchKeySet | Replay, args: Sequence[Tensor | None], options: dict[str, Any]
-    ) -> Any:
-        """The results without a recorded gradient. `way`: how the call came."""
-        if isinstance(way, Replay):
-            return self._returned(way(args))
-        rest = way & torch._C._after_autograd_keyset
+    def below_autograd(self, keyset: DispatchKeySet, args: Sequence[Tensor | None], options: Mapping[str, Any]) -> Any:
+        """The results without a recorded gradient."""
+        rest = keyset & torch._C._after_autograd_keyset
         if rest.highestPriorityTypeId() in _BACKENDS:
             return self.forward(*args, **options)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload.redispatch(rest, *args, **options)
 
+    def run_recorded(self, way: DispatchKeySet | Replay, values: tuple[Any, ...], args: Sequence[Tensor | None]) -> Any:
+        """The results, within the forward of an autograd function. `way`: how the call came."""
+        if isinstance(way, Replay):
+            return self._returned(way(args))
+        return self.below_autograd(way, args, dict(zip(self.defaults, values, strict=True)))
+
+    def values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Of all options, in the schema's order, hashable. One that is left out has its default."""
+        given = (options.get(name, default) for name, default in self.defaults.items())
+        return tuple([tuple(value) if type(value) is list else value for value in given])
+
     def padded(self, args: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """All positional arguments: callers and the dispatcher leave out those at the end that are None."""
         return (*args, *(None,) * (self._positional - len(args)))
-
-    def _key(self, args: Sequence[Tensor | None], options: dict[str, Any]) -> Key:
-        return (registry.generation(), *call_key(args, options, self._defaults))
 
     def _returned(self, results: list[Tensor]) -> Any:
         if self._returns_list:
@@ -193,32 +194,37 @@ def register(
 
 def _differentiable(operator: Operator, backward: Operator, arguments: Differentiable) -> type[torch.autograd.Function]:
     indices = arguments.indices()
+    names = list(operator.defaults)
+    norm = names.index("norm") if "norm" in names else None
+    # The backward has the forward's options but those of the result, and `output_mask` and `in_dtype` of its own.
+    shared = {name: names.index(name) for name in backward.defaults if name in names}
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: Any, way: DispatchKeySet | Replay, options: dict[str, Any], *args: Tensor | None
+            ctx: Any, way: DispatchKeySet | Replay, values: tuple[Any, ...], *args: Tensor | None
         ) -> Tensor | tuple[Tensor, ...]:
-            given: Sequence[Tensor | None] = operator.padded(args)
-            results: Tensor | tuple[Tensor, ...] = operator.below_autograd(way, given, options)
+            results: Tensor | tuple[Tensor, ...] = operator.run_recorded(way, values, args)
             needs = ctx.needs_input_grad
-            ctx.mask = [i < len(args) and needs[i + 2] for i in indices]
-            ctx.arguments = len(args)
-            first = given[0]
+            ctx.mask = tuple([needs[i + 2] for i in indices])
+            ctx.values = values
+            first = args[0]
             assert first is not None
-            ctx.options = {k: v for k, v in options.items() if k != "out_order" and k != "out_dtype"}
-            ctx.options["in_dtype"] = first.dtype
+            ctx.in_dtype = first.dtype
             tables_needed = ctx.mask[arguments.inputs] or ctx.mask[arguments.inputs + 1]
-            if options.get("norm", "none") == "none" and not tables_needed:
+            if (norm is None or values[norm] == "none") and not tables_needed:
                 # A rotation alone is linear: its input need not outlive the forward.
-                given = (*(None,) * arguments.inputs, *given[arguments.inputs :])
-            ctx.save_for_backward(*given)
+                args = (*(None,) * arguments.inputs, *args[arguments.inputs :])
+            ctx.save_for_backward(*args)
             return results
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            gradients = iter(backward(*grads, *ctx.saved_tensors, output_mask=ctx.mask, **ctx.options))
-            result: list[Tensor | None] = [None] * (2 + ctx.arguments)
+            own = {"output_mask": ctx.mask, "in_dtype": ctx.in_dtype}
+            values = tuple([own[n] if n in own else ctx.values[shared[n]] for n in backward.defaults])
+            saved = ctx.saved_tensors
+            gradients = iter(backward((*grads, *saved), values))
+            result: list[Tensor | None] = [None] * (2 + len(saved))
             for index, needed in zip(indices, ctx.mask, strict=True):
                 if needed:
                     result[index + 2] = next(gradients)
@@ -231,8 +237,8 @@ def _differentiable(operator: Operator, backward: Operator, arguments: Different
 def _not_differentiable(operator: Operator, name: str) -> type[torch.autograd.Function]:
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, way: DispatchKeySet | Replay, options: dict[str, Any], *args: Tensor | None) -> Any:
-            return tuple(operator.below_autograd(way, args, options))
+        def forward(ctx: Any, way: DispatchKeySet | Replay, values: tuple[Any, ...], *args: Tensor | None) -> Any:
+            return tuple(operator.run_recorded(way, values, args))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -8,7 +8,7 @@ pointer is one of the arguments, or of the tensors the call allocates, plus a co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 Key = tuple[Any, ...]
+
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# `torch.empty_strided` on a CUDA device spends as long on parsing its arguments as on allocating. Inductor's generated
+# code allocates with this function, on the current device.
+_empty_cuda: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 class Launchable(Protocol):
@@ -36,25 +41,16 @@ class Work:
     tensors: Sequence[Tensor]
 
 
-def call_key(tensors: Sequence[Tensor | None], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> Key:
-    """Everything a call depends on but the tensors' contents and addresses. An option that is left out counts as its
-    default."""
-    key: list[Any] = []
-    for tensor in tensors:
-        if tensor is None:
-            key.append(None)
-        else:
-            key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    for name, default in defaults.items():
-        value = options.get(name, default)
-        key.append(tuple(value) if type(value) is list else value)
-    return tuple(key)
+def call_key(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key:
+    """Everything a call depends on but the tensors' contents and addresses. `options`: the values, in the order of the
+    schema."""
+    return (options, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 
 class Replay:
     """A call that can be made again with other tensors of the same `call_key`."""
 
-    __slots__ = ("_allocations", "_arguments", "_results", "_works")
+    __slots__ = ("_allocations", "_arguments", "_device", "_results", "_works")
 
     def __init__(
         self,
@@ -64,6 +60,9 @@ class Replay:
         works: Sequence[tuple[Launchable, Sequence[tuple[int, int]]]],
     ) -> None:
         self._arguments, self._results = arguments, results
+        devices = {t.device for t in allocations}
+        only = next(iter(devices)) if len(devices) == 1 else None
+        self._device = only.index if only is not None and only.type == "cuda" else None
         self._allocations = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in allocations]
         # (launch, indices of the bases, byte offsets; None where all are zero)
         self._works = [
@@ -98,10 +97,19 @@ class Replay:
         """The results."""
         if len(arguments) != self._arguments:
             raise ValueError(f"the call had {self._arguments} tensor arguments (None counts), now {len(arguments)}.")
-        made = [
-            torch.empty_strided(size, stride, dtype=dtype, device=device)
-            for size, stride, dtype, device in self._allocations
-        ]
+        if self._device is not None and _current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self._repeat(arguments)
+        return self._repeat(arguments)
+
+    def _repeat(self, arguments: Sequence[Tensor | None]) -> list[Tensor]:
+        if self._device is not None and _empty_cuda is not None:
+            made = [_empty_cuda(size, stride, dtype) for size, stride, dtype, _ in self._allocations]
+        else:
+            made = [
+                torch.empty_strided(size, stride, dtype=dtype, device=device)
+                for size, stride, dtype, device in self._allocations
+            ]
         addresses = [0 if t is None else t.data_ptr() for t in arguments]
         addresses += [t.data_ptr() for t in made]
         for launch, bases, offsets in self._works:

@@ -66,20 +66,20 @@ def test_calls_that_are_not_repeated(kind: str) -> None:
 
 
 def test_the_key_has_shapes_strides_dtypes_devices_and_options() -> None:
-    x, defaults = torch.zeros(2, 3), {"eps": None, "section": []}
-    key = call_key([x, None], {"section": [1, 2]}, defaults)
-    assert key == call_key([torch.ones(2, 3), None], {"section": (1, 2), "eps": None}, defaults)
-    assert hash(key) == hash(call_key([x, None], {"section": (1, 2)}, defaults))
-    others: list[tuple[list[Tensor | None], dict[str, Any]]] = [
-        ([torch.zeros(3, 2), None], {"section": [1, 2]}),
-        ([torch.zeros(3, 2).T, None], {"section": [1, 2]}),
-        ([x.half(), None], {"section": [1, 2]}),
-        ([x.to("meta"), None], {"section": [1, 2]}),
-        ([None, x], {"section": [1, 2]}),
-        ([x, None], {"section": [2, 1]}),
-        ([x, None], {"section": [1, 2], "eps": 1e-6}),
+    x, options = torch.zeros(2, 3), ("rms", 1e-6, (1, 2))
+    key = call_key([x, None], options)
+    assert key == call_key([torch.ones(2, 3), None], options)
+    assert hash(key) == hash(call_key([torch.ones(2, 3), None], options))
+    others: list[tuple[list[Tensor | None], tuple[Any, ...]]] = [
+        ([torch.zeros(3, 2), None], options),
+        ([torch.zeros(3, 2).T, None], options),
+        ([x.half(), None], options),
+        ([x.to("meta"), None], options),
+        ([None, x], options),
+        ([x, None], ("rms", 1e-6, (2, 1))),
+        ([x, None], ("rms", 1e-5, (1, 2))),
     ]
-    assert all(call_key(tensors, options, defaults) != key for tensors, options in others)
+    assert all(call_key(tensors, values) != key for tensors, values in others)
 
 
 def test_only_plain_eager_calls_take_the_short_way() -> None:
