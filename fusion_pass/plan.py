@@ -10,10 +10,10 @@ rewritten whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fusion_pass.config import FusionConfig
 from fusion_pass.errors import FusionError
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step
-from fusion_pass.graph.vocabulary import fake, written_arguments
+from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, written_arguments
 from fusion_pass.kernels import registry
 from fusion_pass.layout import first_layout_reader, same_layout, same_size, steps_to_layout
 
@@ -128,7 +128,7 @@ def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Nod
     Raises `FusionError` when `config.kernels` names kernels and none of them can serve the site.
     """
     operands = {
-        name: Operand(_current(operand.node, renamed), operand.steps)
+        name: _direct(Operand(_current(operand.node, renamed), operand.steps))
         for name, operand in site.call.tensors.items()
         if operand
     }
@@ -187,6 +187,38 @@ def _current(node: fx.Node, renamed: Mapping[fx.Node, fx.Node]) -> fx.Node:
     while node in renamed:
         node = renamed[node]
     return node
+
+
+def _direct(operand: Operand) -> Operand:
+    """`operand` without a transposition that its first step takes back, as between a site and the next one: both the
+    transposition and what it is taken back to are views, so they hold the same numbers at any time."""
+    while operand.steps and _takes_back(operand.steps[0], operand.node):
+        operand = Operand(cast(fx.Node, operand.node.args[0]), operand.steps[1:])
+    return operand
+
+
+def _takes_back(step: Step, node: fx.Node) -> bool:
+    if operation(node) not in ("transpose", "permute") or node.kwargs or fake_tensor(node.args[0]) is None:
+        return False
+    rank = fake(node).dim()
+    there, back = _permutation(operation(node), node.args[1:], rank), _permutation(step.method, step.args, rank)
+    return there is not None and back is not None and [there[axis] for axis in back] == list(range(rank))
+
+
+def _permutation(method: str, args: Sequence[object], rank: int) -> list[int] | None:
+    """For each axis of the result of a transposition the axis it was; None if the call is none."""
+    if method == "permute" and len(args) == 1 and isinstance(args[0], tuple | list):
+        args = args[0]
+    axes = [axis % rank for axis in args if isinstance(axis, int)]
+    if len(axes) != len(args):
+        return None
+    if method == "permute" and len(axes) == rank:
+        return axes
+    if method == "transpose" and len(axes) == 2:
+        order = list(range(rank))
+        order[axes[0]], order[axes[1]] = axes[1], axes[0]
+        return order
+    return None
 
 
 def _check_single_reader(site: Site) -> None:
@@ -332,5 +364,6 @@ def _result(site: Site, output: Output, value: Any) -> Result:
                 f"{reader.name!r} depends on the strides of {output.node.name!r}, which the call cannot give."
             )
         steps, values = (*steps, *extra), (*values, *_through(extra, got)[1:])
-    values[-1].requires_grad_(original.requires_grad)
+    for given in values:  # any of them may become the operand of another site
+        given.requires_grad_(original.requires_grad)
     return Result(output.node, output.index, steps, values)

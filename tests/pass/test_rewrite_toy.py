@@ -87,6 +87,61 @@ def test_data_movement_around_the_call(only: Callable[..., None]) -> None:
     torch.testing.assert_close(module(x)[0], torch.sin(x) * 3 + 1)
 
 
+def read_and_given_through(before: Step, after: Step) -> ScaledSin:
+    """The toy with its operand moved by `before` and its result by `after`."""
+    return ScaledSin(
+        call=lambda site: Call(
+            "scaled_sin", {"x": Operand(site.call.tensors["x"].node, (before,))}, site.call.options, "fusion_pass_toy"
+        ),
+        outputs=lambda site: (Output(site.anchor, 0, (after,)),),
+    )
+
+
+def test_movement_that_the_next_site_takes_back_is_left_out(only: Callable[..., None]) -> None:
+    only(read_and_given_through(Step("permute", ((1, 2, 0),)), Step("permute", (2, 0, 1))))
+    x = torch.randn(2, 3, 4)
+    module = capture(lambda x: torch.sin(torch.sin(x) * 3.0) * 2.0, x)
+    assert pipeline.fuse(module, FusionConfig()).counts == {"scaled_sin": 2}
+    assert_expected_inline(
+        text(module),
+        """\
+l_x_ = L_x_
+permute = l_x_.permute((1, 2, 0))
+scaled_sin_default = torch.ops.fusion_pass_toy.scaled_sin.default(x = permute, scale = 3.0)
+scaled_sin_default_1 = torch.ops.fusion_pass_toy.scaled_sin.default(x = scaled_sin_default, scale = 2.0)
+permute_2 = scaled_sin_default_1.permute(2, 0, 1)
+return (permute_2,)""",
+    )
+    torch.testing.assert_close(module(x)[0], torch.sin(torch.sin(x) * 3.0) * 2.0)
+
+
+@pytest.mark.parametrize(
+    ("movement", "before", "after", "taken_back"),
+    [
+        (lambda x: x.transpose(0, 1), Step("transpose", (1, 0)), Step("transpose", (0, 1)), True),
+        (lambda x: torch.transpose(x, -1, 0), Step("transpose", (0, 2)), Step("transpose", (0, 2)), True),
+        (lambda x: x.permute((1, 2, 0)), Step("permute", (2, 0, 1)), Step("permute", (1, 2, 0)), True),
+        (lambda x: x.transpose(0, 1), Step("transpose", (1, 2)), Step("transpose", (1, 2)), False),
+        (lambda x: x.permute(1, 2, 0), Step("permute", (1, 2, 0)), Step("permute", (2, 0, 1)), False),
+        (lambda x: x.view(3, 3, 3), Step("transpose", (0, 1)), Step("transpose", (0, 1)), False),
+        (lambda x: x.transpose(0, 1), Step("flatten"), Step("unflatten", (0, (3, 3, 3))), False),
+    ],
+)
+def test_what_counts_as_taken_back(
+    only: Callable[..., None],
+    movement: Callable[[torch.Tensor], torch.Tensor],
+    before: Step,
+    after: Step,
+    taken_back: bool,
+) -> None:
+    only(read_and_given_through(before, after))
+    x = torch.randn(3, 3, 3)
+    module = capture(lambda x: torch.sin(movement(x)) * 3.0, x)
+    assert fuse(module) == ""
+    assert ("scaled_sin.default(x = l_x_," in text(module)) is taken_back
+    torch.testing.assert_close(module(x)[0], torch.sin(movement(x)) * 3)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -249,14 +249,14 @@ def test_qwen3_with_attention() -> None:
 - hidden_states_6 = hidden_states_5 * rsqrt(hidden_states_5.pow(2).mean(-1, keepdim=True) + 1e-06)
 - key_states = (k_norm.weight * hidden_states_6.to(torch.float32)).transpose(1, 2)
   linear_2 = linear(hidden_states_2, v_proj.weight, None)
-  value_states = linear_2.view((2, 24, -1, 16)).transpose(1, 2)
+  view_2 = linear_2.view((2, 24, -1, 16))
   cos_3 = (cos * 1.0).to(dtype=torch.float32).unsqueeze(1)
   sin_3 = (sin * 1.0).to(dtype=torch.float32).unsqueeze(1)
 - q_embed = (query_states * cos_3) + (cat((-query_states[..., 8:], query_states[..., :8]), dim=-1) *
 -     sin_3)
 - k_embed = (key_states * cos_3) + (cat((-key_states[..., 8:], key_states[..., :8]), dim=-1) * sin_3)
 - key = k_embed[:, :, None, :, :].expand(2, 2, 2, 24, 16).reshape(2, 4, 24, 16)
-- value = value_states[:, :, None, :, :].expand(2, 2, 2, 24, 16).reshape(2, 4, 24, 16)
+- value = view_2.transpose(1, 2)[:, :, None, :, :].expand(2, 2, 2, 24, 16).reshape(2, 4, 24, 16)
 - attn_output = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask, dropout_p=0.0,
 -     scale=0.25, is_causal=False)
 - attn_output_2 = attn_output.reshape(2, -1, 24, 16).transpose(1, 2).contiguous()
@@ -268,8 +268,7 @@ def test_qwen3_with_attention() -> None:
 +     k_weight=k_norm.weight, norm='rms', eps=1e-06, norm_scope='head', norm_first=True, rotary_dim=16,
 +     rotary_start=0, pairing='halves', conjugate=False, mrope_layout='none', mrope_section=(),
 +     out_order='bshd', out_dtype=torch.float32, backend='reference')
-+ attention_default = attention.default(q=qk_norm_rope_default[0].transpose(1, 2).transpose(1, 2),
-+     k=qk_norm_rope_default[1].transpose(1, 2).transpose(1, 2), v=value_states.transpose(1, 2),
++ attention_default = attention.default(q=qk_norm_rope_default[0], k=qk_norm_rope_default[1], v=view_2,
 +     scale=0.25, causal='top_left', window_left=-1, window_right=-1, softcap=0.0, out_order='bshd',
 +     backend='reference')
 + getitem_19 = attention_default[0]
@@ -333,9 +332,11 @@ def test_gemma3() -> None:
   cos = emb.cos()
   sin = emb.sin()
   linear = linear(hidden_states, q_proj.weight, None)
-  query_states = linear.view((2, 24, -1, 16)).transpose(1, 2)
+  view = linear.view((2, 24, -1, 16))
+- query_states = view.transpose(1, 2)
   linear_1 = linear(hidden_states, k_proj.weight, None)
-  key_states = linear_1.view((2, 24, -1, 16)).transpose(1, 2)
+  view_1 = linear_1.view((2, 24, -1, 16))
+- key_states = view_1.transpose(1, 2)
 - float_4 = query_states.float()
 - output_3 = (float_4 * rsqrt(float_4.pow(2).mean(-1, keepdim=True) + 1e-06)) * (1.0 +
 -     q_norm.weight.float())
@@ -354,16 +355,16 @@ def test_gemma3() -> None:
   attn_output = scaled_dot_product_attention(q_embed, key, value, attn_mask=attention_mask_1,
       dropout_p=0.0, scale=0.0625, is_causal=False)
 
-+ qk_norm_rope_default = qk_norm_rope.default(q=query_states.transpose(1, 2),
-+     k=key_states.transpose(1, 2), cos=cos_3.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0),
++ qk_norm_rope_default = qk_norm_rope.default(q=view, k=view_1,
++     cos=cos_3.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0),
 +     sin=sin_3.select(0, 0).select(0, 0).narrow(1, 0, 8).unsqueeze(0), q_weight=q_norm.weight,
 +     k_weight=k_norm.weight, norm='rms_one_plus', eps=1e-06, norm_scope='head', norm_first=True,
 +     rotary_dim=16, rotary_start=0, pairing='halves', conjugate=False, mrope_layout='none',
 +     mrope_section=(), out_order='bshd', out_dtype=torch.float32, backend='reference')
-+ transpose_6 = qk_norm_rope_default[0].transpose(1, 2)
-+ transpose_7 = qk_norm_rope_default[1].transpose(1, 2)
-  getitem_23 = transpose_7[:, :, None, :, :]
-  attn_output = scaled_dot_product_attention(transpose_6, key, value, attn_mask=attention_mask_1,
++ transpose_4 = qk_norm_rope_default[0].transpose(1, 2)
++ transpose_5 = qk_norm_rope_default[1].transpose(1, 2)
+  getitem_23 = transpose_5[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(transpose_4, key, value, attn_mask=attention_mask_1,
       dropout_p=0.0, scale=0.0625, is_causal=False)""",
     )
 
@@ -416,9 +417,11 @@ def test_glm4() -> None:
   cos = emb.cos()
   sin = emb.sin()
   linear = linear(hidden_states_2, q_proj.weight, q_proj.bias)
-  query_states = linear.view((2, 24, -1, 16)).transpose(1, 2)
+  view = linear.view((2, 24, -1, 16))
+- query_states = view.transpose(1, 2)
   linear_1 = linear(hidden_states_2, k_proj.weight, k_proj.bias)
-  key_states = linear_1.view((2, 24, -1, 16)).transpose(1, 2)
+  view_1 = linear_1.view((2, 24, -1, 16))
+- key_states = view_1.transpose(1, 2)
   cos_4 = (cos * 1.0).to(dtype=torch.float32).unsqueeze(1)[..., :4].repeat_interleave(2, dim=-1)
   sin_4 = (sin * 1.0).to(dtype=torch.float32).unsqueeze(1)[..., :4].repeat_interleave(2, dim=-1)
 - q_rot = query_states[..., :8]
@@ -433,14 +436,13 @@ def test_glm4() -> None:
 
 + unsqueeze_3 = cos_4.select(0, 0).select(0, 0).unflatten(1, (4, 2)).select(2, 0).unsqueeze(0)
 + unsqueeze_4 = sin_4.select(0, 0).select(0, 0).unflatten(1, (4, 2)).select(2, 0).unsqueeze(0)
-+ qk_norm_rope_default = qk_norm_rope.default(q=query_states.transpose(1, 2),
-+     k=key_states.transpose(1, 2), cos=unsqueeze_3, sin=unsqueeze_4, norm='none', rotary_dim=8,
-+     rotary_start=0, pairing='adjacent', conjugate=False, mrope_layout='none', mrope_section=(),
-+     out_order='bhsd', out_dtype=torch.float32, backend='reference')
-+ transpose_6 = qk_norm_rope_default[0].transpose(1, 2)
-+ transpose_7 = qk_norm_rope_default[1].transpose(1, 2)
-  getitem_20 = transpose_7[:, :, None, :, :]
-  attn_output = scaled_dot_product_attention(transpose_6, key, value, attn_mask=attention_mask,
++ qk_norm_rope_default = qk_norm_rope.default(q=view, k=view_1, cos=unsqueeze_3, sin=unsqueeze_4,
++     norm='none', rotary_dim=8, rotary_start=0, pairing='adjacent', conjugate=False, mrope_layout='none',
++     mrope_section=(), out_order='bhsd', out_dtype=torch.float32, backend='reference')
++ transpose_4 = qk_norm_rope_default[0].transpose(1, 2)
++ transpose_5 = qk_norm_rope_default[1].transpose(1, 2)
+  getitem_20 = transpose_5[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(transpose_4, key, value, attn_mask=attention_mask,
       dropout_p=0.0, scale=0.25, is_causal=False)""",
     )
 
@@ -493,8 +495,8 @@ def test_deepseek_v3() -> None:
   cos = emb.cos()
   sin = emb.sin()
   q_states = linear(mul_6, q_b_proj.weight, None)
-  q_states_1 = q_states.view((2, 24, -1, 24)).transpose(1, 2)
-- split = split(q_states_1, (16, 8), dim=-1)
+  view = q_states.view((2, 24, -1, 24))
+- split = split(view.transpose(1, 2), (16, 8), dim=-1)
 - q_rot = split[1]
   compressed_kv = linear(hidden_states_2, kv_a_proj_with_mqa.weight, None)
   split_1 = split(compressed_kv, (16, 8), dim=-1)
@@ -516,14 +518,14 @@ def test_deepseek_v3() -> None:
 +     cos=cos_3.select(0, 0).select(0, 0).unsqueeze(0), sin=sin_3.select(0, 0).select(0, 0).unsqueeze(0),
 +     rotary_dim=8, rotary_start=0, pairing='adjacent_to_halves', conjugate=False, mrope_layout='none',
 +     mrope_section=(), out_order='bhsd', out_dtype=torch.float32, backend='reference')
-+ transpose_6 = rope_default_1.transpose(1, 2)
-+ rope_default = rope.default(x=q_states_1.transpose(1, 2),
-+     cos=cos_3.select(0, 0).select(0, 0).unsqueeze(0), sin=sin_3.select(0, 0).select(0, 0).unsqueeze(0),
-+     rotary_dim=8, rotary_start=16, pairing='adjacent_to_halves', conjugate=False, mrope_layout='none',
-+     mrope_section=(), out_order='bhsd', out_dtype=torch.float32, backend='reference')
-+ transpose_4 = rope_default.transpose(1, 2)
-  k_rot_2 = transpose_6.expand(-1, 4, -1, -1)
-  attn_output = scaled_dot_product_attention(transpose_4, key_states, value_states,
++ transpose_5 = rope_default_1.transpose(1, 2)
++ rope_default = rope.default(x=view, cos=cos_3.select(0, 0).select(0, 0).unsqueeze(0),
++     sin=sin_3.select(0, 0).select(0, 0).unsqueeze(0), rotary_dim=8, rotary_start=16,
++     pairing='adjacent_to_halves', conjugate=False, mrope_layout='none', mrope_section=(),
++     out_order='bhsd', out_dtype=torch.float32, backend='reference')
++ transpose_3 = rope_default.transpose(1, 2)
+  k_rot_2 = transpose_5.expand(-1, 4, -1, -1)
+  attn_output = scaled_dot_product_attention(transpose_3, key_states, value_states,
       attn_mask=attention_mask, dropout_p=0.0, scale=0.2041241452319315, is_causal=False)""",
     )
 
