@@ -29,6 +29,9 @@ _PRODUCTS = frozenset("mul addcmul einsum matmul".split())
 _ALLOCATIONS = frozenset("empty empty_like new_empty zeros zeros_like new_zeros clone".split())
 _REDUCTIONS = frozenset("mean rms_norm layer_norm norm vector_norm var var_mean normalize l2_norm rsqrt".split())
 
+_HOMOGENEOUS = MOVEMENTS | CASTS | frozenset({"mul", "div", "add", "sub", "neg", "cat", "sum", "mean"})
+"""No norm is made of these alone: it needs a root."""
+
 _FOLLOWED = MOVEMENTS - {"expand", "getitem", "split", "chunk", "unbind", "narrow", "select", "slice"} | CASTS
 
 _CHAIN = 6
@@ -382,9 +385,25 @@ def _first_norm(root: Evaluator, end: fx.Node, through: Callable[[fx.Node], bool
 def _norm(root: Evaluator, start: fx.Node, end: fx.Node) -> Norm | None:
     try:
         region = between(root.study(start, lambda x: x), end)
-        return norm_between(root, start, end, frontier(root.effects, region, start))
+        read = frontier(root.effects, region, start)
+        if all(operation(node) in _HOMOGENEOUS for node in region) or _goes_around(root.effects, start, read):
+            return None
+        return norm_between(root, start, end, read)
     except Opaque:
         return None
+
+
+def _goes_around(effects: Effects, start: fx.Node, read: Sequence[fx.Node]) -> bool:
+    """Whether what `start` is computed from also enters the region behind it, as x does where x^2 is the start: what
+    comes out is then no function of `start` and weights."""
+    total = _elements(start)
+    origins = set(upstream(effects, start, limit=12))
+    return any(node in origins and _elements(node) == total for node in read)
+
+
+def _elements(node: fx.Node) -> Size | None:
+    tensor = fake_tensor(node)
+    return None if tensor is None else product(sizes(tensor))
 
 
 def _norm_after(root: Evaluator, rotation: Rotation) -> Norm | None:
