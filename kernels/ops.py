@@ -31,7 +31,7 @@ from .options import (
 )
 from .registration import Differentiable, Operator, register
 from .replay import Work
-from .streams import Backend, Copy, Gradients, GradStream, Stream, Tables, fold_table_gradient
+from .streams import Backend, Copy, Counted, Gradients, GradStream, Stream, Tables, fold_table_gradient
 
 NAMESPACE = "fusion_pass"
 
@@ -94,7 +94,8 @@ class Plan:
         """Fill the results and return them."""
         if any(result.numel() for result in self.results):
             chosen = _resolve(self.op, self.backend, self.streams[0].x, self.options, training=False)
-            self.works = chosen.forward(self.streams, self.tables, self.options, self.copy)
+            tables = _tables_for(chosen, self.tables, self.streams[0].x.shape[1])
+            self.works = chosen.forward(self.streams, tables, self.options, self.copy)
         return self.fake()
 
     def fake(self) -> list[Tensor]:
@@ -123,7 +124,8 @@ class GradPlan:
         chosen = _resolve(self.op, self.backend, self.streams[0].grad, self.options, training=True)
         needs_tables = self.needs_cos or self.needs_sin
         if self.streams[0].grad.numel():
-            gradients = chosen.backward(self.streams, self.tables, self.options, self.copy, needs_tables)
+            tables = _tables_for(chosen, self.tables, self.streams[0].grad.shape[1])
+            gradients = chosen.backward(self.streams, tables, self.options, self.copy, needs_tables)
             # The tables' gradients are finished here, outside of the launches.
             self.works, self.scratch = None if needs_tables else gradients.works, gradients.scratch
             return self._collect(gradients)
@@ -144,12 +146,14 @@ class GradPlan:
 
     def _collect(self, gradients: Gradients) -> list[Tensor]:
         cos = sin = None
-        if self.tables is not None and self.needs_cos:
-            assert gradients.cos is not None
-            cos = fold_table_gradient(gradients.cos, self.tables.cos, self.tables.positions, self.options)
-        if self.tables is not None and self.needs_sin:
-            assert gradients.sin is not None
-            sin = fold_table_gradient(gradients.sin, self.tables.sin, self.tables.positions, self.options)
+        if self.tables is not None and (self.needs_cos or self.needs_sin):
+            tables = self.tables.with_positions(self.streams[0].grad.shape[1])
+            if self.needs_cos:
+                assert gradients.cos is not None
+                cos = fold_table_gradient(gradients.cos, tables.cos, tables.positions, self.options)
+            if self.needs_sin:
+                assert gradients.sin is not None
+                sin = fold_table_gradient(gradients.sin, tables.sin, tables.positions, self.options)
         return [g for g in (*self.dx, cos, sin, *gradients.weights, *gradients.biases) if g is not None]
 
 
@@ -171,8 +175,16 @@ def _resolve(op: str, backend: str, x: Tensor, options: Options, training: bool)
     return cast(Backend, choice.kernel.load())
 
 
-def _tables(cos: Tensor | None, sin: Tensor | None, positions: Tensor | None) -> Tables | None:
-    return None if cos is None or sin is None else Tables(cos, sin, positions)
+def _tables(
+    cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, counted: Counted | None = None
+) -> Tables | None:
+    return None if cos is None or sin is None else Tables(cos, sin, positions, counted)
+
+
+def _tables_for(backend: Backend, tables: Tables | None, sequence: int) -> Tables | None:
+    if tables is None or getattr(backend, "COUNTS_POSITIONS", False):
+        return tables
+    return tables.with_positions(sequence)
 
 
 def _empty_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device, order: str = "bshd") -> Tensor:
@@ -194,10 +206,10 @@ def split_packed(qkv: Tensor, num_heads: int, num_kv_heads: int, packing: str) -
     head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     if packing == "grouped":
         group = num_heads // num_kv_heads
-        rows = qkv.unflatten(-1, (num_kv_heads, group + 2, head_dim))  # type: ignore[no-untyped-call]
+        rows = qkv.view(*qkv.shape[:-1], num_kv_heads, group + 2, head_dim)
         return rows[:, :, :, :group], rows[:, :, :, group], rows[:, :, :, group + 1]
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, head_dim))  # type: ignore[no-untyped-call]
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
+    heads = qkv.view(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 2)
     return q, k, v
 
 
@@ -368,16 +380,18 @@ def _plan(
     out_order: str = "bshd",
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
+    counted: Counted | None = None,
     **chosen: Any,
 ) -> Plan:
     options = Options(**chosen)
     check_heads("x", x)
     check_options(options, x.shape[3])
-    check_tables(cos, sin, positions, x, options)
+    check_tables(cos, sin, positions, x, options, counted=counted is not None)
     check_affine("weight", weight, x.shape[2], x.shape[3], options, x.device)
     check_affine("bias", bias, x.shape[2], x.shape[3], options, x.device)
     out = _empty_heads(x.shape, out_dtype or x.dtype, x.device, out_order)
-    return Plan("norm_rope", backend, (out,), (Stream(x, out, weight, bias),), _tables(cos, sin, positions), options)
+    tables = _tables(cos, sin, positions, counted)
+    return Plan("norm_rope", backend, (out,), (Stream(x, out, weight, bias),), tables, options)
 
 
 def _grad_plan(
@@ -392,59 +406,53 @@ def _grad_plan(
     output_mask: Sequence[bool],
     in_dtype: torch.dtype,
     backend: str = "auto",
+    counted: Counted | None = None,
     **chosen: Any,
 ) -> GradPlan:
     needs_x, needs_cos, needs_sin, needs_weight, needs_bias = output_mask
     dx = _empty_heads(grad.shape, in_dtype, grad.device) if needs_x else None
     stream = GradStream(_unit_lanes(grad), x, dx, weight, bias, needs_weight, needs_bias)
-    tables = _tables(cos, sin, positions)
+    tables = _tables(cos, sin, positions, counted)
     filled = () if dx is None else (dx,)
     return GradPlan("norm_rope", backend, filled, (stream,), tables, Options(**chosen), needs_cos, needs_sin)
 
 
-def token_positions(
-    x: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, seqlen_offsets: Tensor | None, seqlen_offset: int
-) -> Tensor | None:
-    """The table row of every token of `rope`: as given, or counted from the start of its sequence.
-
-    With `cu_seqlens` ([sequences + 1]) x is [1, total, H, D] and holds the sequences one after the other;
-    `seqlen_offsets` ([sequences], or [B] without `cu_seqlens`) and `seqlen_offset` are added. None: the tables are
-    aligned with the tokens.
-    """
-    if positions is not None:
-        if cu_seqlens is not None or seqlen_offsets is not None:
-            raise ValueError("positions is given together with cu_seqlens or seqlen_offset; pass one of them.")
-        return positions
-    token = torch.arange(x.shape[1], device=x.device)
-    if cu_seqlens is None:
-        if seqlen_offsets is not None:
-            return token + seqlen_offsets.unsqueeze(1) + seqlen_offset
-        # Statically zero means aligned tables; a traced offset is a SymInt and never compared.
-        return None if isinstance(seqlen_offset, int) and seqlen_offset == 0 else token + seqlen_offset
-    sequence = torch.bucketize(token, cu_seqlens[1:], right=True)
-    start = cu_seqlens[sequence]
-    if seqlen_offsets is not None:
-        start = start - seqlen_offsets[sequence]
-    return token - start + seqlen_offset
-
-
-def _rope_tables(
+def _counted(
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
     seqlen_offsets: Tensor | None,
     seqlen_offset: int,
-) -> Tensor | None:
-    for name, value in (("cu_seqlens", cu_seqlens), ("seqlen_offsets", seqlen_offsets)):
-        if value is not None and (value.dim() != 1 or value.dtype not in (torch.int32, torch.int64)):
+    mrope_layout: str,
+) -> Counted | None:
+    """How the positions of `rope` are counted; None where they are given or the tables are aligned with the tokens."""
+    for name, value, sequences in (
+        ("cu_seqlens", cu_seqlens, None),
+        ("seqlen_offsets", seqlen_offsets, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1),
+    ):
+        if value is None:
+            continue
+        check_device(name, value, x.device)
+        if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"{name} has shape {list(value.shape)} and dtype {value.dtype}; it takes one axis of int32 or int64."
             )
+        if sequences is not None and value.shape[0] != sequences:
+            raise ValueError(f"{name} has shape {list(value.shape)}; for {sequences} sequences it takes [{sequences}].")
     if cu_seqlens is not None and x.shape[0] != 1:
         raise ValueError(f"x has batch size {x.shape[0]}; with cu_seqlens it takes [1, total tokens, heads, head_dim].")
-    return token_positions(x, positions, cu_seqlens, seqlen_offsets, seqlen_offset)
+    # Statically zero means aligned tables; a traced offset is a SymInt and never compared.
+    zero = isinstance(seqlen_offset, int) and seqlen_offset == 0
+    if cu_seqlens is None and seqlen_offsets is None and zero:
+        return None
+    if positions is not None:
+        raise ValueError("positions is given together with cu_seqlens or seqlen_offset; pass one of them.")
+    if mrope_layout != "none":
+        raise ValueError(
+            f"mrope_layout is {mrope_layout!r}, but cu_seqlens and seqlen_offset count one position a token; "
+            "pass positions [3, ...]."
+        )
+    return Counted(cu_seqlens, seqlen_offsets, seqlen_offset)
 
 
 def _rope_plan(
@@ -456,11 +464,12 @@ def _rope_plan(
     seqlen_offsets: Tensor | None = None,
     *,
     seqlen_offset: int = 0,
+    mrope_layout: str = "none",
     **chosen: Any,
 ) -> Plan:
     check_heads("x", x)
-    rows = _rope_tables(x, cos, sin, positions, cu_seqlens, seqlen_offsets, seqlen_offset)
-    return _plan(x, cos, sin, rows, norm="none", **chosen)
+    counted = _counted(x, positions, cu_seqlens, seqlen_offsets, seqlen_offset, mrope_layout)
+    return _plan(x, cos, sin, positions, norm="none", mrope_layout=mrope_layout, counted=counted, **chosen)
 
 
 def _rope_grad_plan(
@@ -473,11 +482,13 @@ def _rope_grad_plan(
     seqlen_offsets: Tensor | None = None,
     *,
     seqlen_offset: int = 0,
+    mrope_layout: str = "none",
     output_mask: Sequence[bool],
     **chosen: Any,
 ) -> GradPlan:
-    rows = token_positions(grad, positions, cu_seqlens, seqlen_offsets, seqlen_offset)
-    return _grad_plan(grad, x, cos, sin, rows, norm="none", output_mask=(*output_mask, False, False), **chosen)
+    counted = _counted(grad, positions, cu_seqlens, seqlen_offsets, seqlen_offset, mrope_layout)
+    chosen |= {"norm": "none", "mrope_layout": mrope_layout, "counted": counted}
+    return _grad_plan(grad, x, cos, sin, positions, output_mask=(*output_mask, False, False), **chosen)
 
 
 # --- registration --------------------------------------------------------------------------------------------------

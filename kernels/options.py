@@ -196,8 +196,15 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {value.device}, but the input is on {device}; move it there.")
 
 
-def check_tables(cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, x: Tensor, options: Options) -> None:
-    """Raise unless cos, sin and positions fit `x` ([B, S, …]) and the options."""
+def check_tables(
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    x: Tensor,
+    options: Options,
+    counted: bool = False,
+) -> None:
+    """Raise unless cos, sin and positions fit `x` ([B, S, …]) and the options. `counted`: the positions are counted."""
     if options.rotary_dim == 0:
         if cos is not None or sin is not None or positions is not None:
             raise ValueError("cos, sin or positions is given, but rotary_dim is 0; pass the number of rotated lanes.")
@@ -217,7 +224,7 @@ def check_tables(cos: Tensor | None, sin: Tensor | None, positions: Tensor | Non
                 f"{name} has {table.shape[-1]} entries a position; with rotary_dim={options.rotary_dim} it takes "
                 f"{options.rotary_dim // 2} (one a pair) or {options.rotary_dim} (one a lane)."
             )
-        if positions is None:
+        if positions is None and not counted:
             ok = (
                 table.dim() == (4 if mrope else 3)
                 and table.shape[-3] in (1, batch)

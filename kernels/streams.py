@@ -63,13 +63,45 @@ class Copy:
     out: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Positions that are counted within each sequence, from an offset on.
+
+    With `cu_seqlens` ([sequences + 1]) the only batch entry holds the sequences one after the other; without, each
+    batch entry is one. `offsets` ([sequences]) and `offset` are added.
+    """
+
+    cu_seqlens: Tensor | None = None
+    offsets: Tensor | None = None
+    offset: int = 0
+
+    def positions(self, sequence: int, device: torch.device) -> Tensor:
+        """[S], or [B, S] where batch entries differ. Tokens from the last bound on count as one more sequence."""
+        token = torch.arange(sequence, device=device) + self.offset
+        if self.cu_seqlens is None:
+            return token if self.offsets is None else token + self.offsets.unsqueeze(1)
+        which = torch.bucketize(token - self.offset, self.cu_seqlens[1:], right=True)
+        start = self.cu_seqlens[which]
+        if self.offsets is not None:
+            start = start - torch.nn.functional.pad(self.offsets, (0, 1))[which]
+        return token - start
+
+
 @dataclass(slots=True)
 class Tables:
-    """The rotation tables as the caller gave them; `Options` says how to read them."""
+    """The rotation tables as the caller gave them; `Options` says how to read them. At most one of `positions` and
+    `counted` is given."""
 
     cos: Tensor
     sin: Tensor
     positions: Tensor | None = None
+    counted: Counted | None = None
+
+    def with_positions(self, sequence: int) -> Tables:
+        """The same with the positions as a tensor, for who cannot count them."""
+        if self.counted is None:
+            return self
+        return Tables(self.cos, self.sin, self.counted.positions(sequence, self.cos.device))
 
     def table_view(self, table: Tensor, batch: int, sequence: int, mrope: bool) -> Tensor:
         """Without positions: [rows, B, S, T], broadcast axes with stride 0, rows 1 or 3."""
@@ -101,7 +133,12 @@ class Gradients:
 
 
 class Backend(Protocol):
-    """A back end of the norm + rotation operators. Modules satisfy it."""
+    """A back end of the norm + rotation operators. Modules satisfy it.
+
+    Two capabilities are optional attributes, false where they are missing: `COUNTS_POSITIONS` (it takes
+    `Tables.counted`; others are handed positions) and `WRITES_IN_PLACE` (`Stream.out` may be `Stream.x` itself; others
+    are handed a result that is copied).
+    """
 
     def forward(
         self, streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None

@@ -32,6 +32,9 @@ from .parameters import KINDS, ParameterGradient, Parameters
 from .site import Site
 from .tiles import TABLE_GRADIENT_WARPS, backward_tile, forward_tile
 
+COUNTS_POSITIONS = True
+WRITES_IN_PLACE = True
+
 # As in source/reduce.cuh.
 _REDUCE_COLUMNS, _REDUCE_THREADS = 8, 256
 

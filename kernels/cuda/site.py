@@ -34,7 +34,8 @@ class Site:
         self.group = next((t.shape[3] for t in activations if t.dim() == 5), 0)
         self.tables = _TableSite(tables, options, self.batch, self.length)
         axes = [(t.stride(0), t.stride(1)) for t in activations] + self.tables.token_axes()
-        self.batched = any(self._merged(*strides) is None for strides in axes)
+        counts = self.tables.counted is not None and self.batch > 1
+        self.batched = counts or any(self._merged(*strides) is None for strides in axes)
 
     def constants(self) -> dict[str, Constant]:
         """Under the names of the sources."""
@@ -87,9 +88,11 @@ class _TableSite:
     """cos, sin and positions."""
 
     def __init__(self, tables: Tables | None, options: Options, batch: int, length: int) -> None:
-        self._rotary_dim = options.rotary_dim
+        self._rotary_dim, self._sequences = options.rotary_dim, batch
+        self._bounds = self._offsets = None
         self._position: tuple[int, ...] = (0, 0, 0)
         self.positions = None if tables is None else tables.positions
+        self.counted = None if tables is None else tables.counted
         self.view: Tensor | None = None
         if tables is None:
             return
@@ -101,13 +104,15 @@ class _TableSite:
             cos, sin = cos.contiguous(), sin.contiguous()
         self._cos, self._sin = cos, sin
         mrope = options.mrope_layout != "none"
-        if self.positions is None:
+        if self.positions is None and self.counted is None:
             self.view = tables.table_view(cos, batch, length, mrope)
             self._row, self._batch, self._token, self._lane = self.view.stride()
         else:
             self.view = cos
             self._row, self._batch, self._token, self._lane = 0, 0, *cos.stride()
-            self._position = tables.positions_view(batch, length, mrope).stride()
+            if self.positions is not None:
+                self._position = tables.positions_view(batch, length, mrope).stride()
+        self._bounds, self._offsets = self._counts()
 
     @property
     def entries(self) -> int:
@@ -116,15 +121,25 @@ class _TableSite:
 
     def token_axes(self) -> list[tuple[int, int]]:
         """(batch, token) strides of what is read once a token."""
-        if self.view is None:
+        if self.view is None or self.counted is not None:
             return []
         return [(self._batch, self._token)] if self.positions is None else [(self._position[1], self._position[2])]
+
+    def _counts(self) -> tuple[Tensor | None, Tensor | None]:
+        """cu_seqlens and the offsets, contiguous and of one dtype."""
+        if self.counted is None:
+            return None, None
+        given = (self.counted.cu_seqlens, self.counted.offsets)
+        wide = torch.int32 if all(t is None or t.dtype == torch.int32 for t in given) else torch.int64
+        bounds, offsets = (None if t is None else t.to(wide).contiguous() for t in given)
+        return bounds, offsets
 
     def types(self) -> dict[str, str]:
         """Under the names of the sources."""
         return {
             "Table": "float" if self.view is None else ELEMENTS[self.view.dtype],
             "Position": "int" if self.positions is None else INTEGERS[self.positions.dtype],
+            "Bound": next((INTEGERS[t.dtype] for t in (self._bounds, self._offsets) if t is not None), "int"),
         }
 
     def constants(self) -> dict[str, Constant]:
@@ -132,24 +147,30 @@ class _TableSite:
         return {
             "PER_LANE": self.view is not None and self.view.shape[-1] == self._rotary_dim,
             "GATHER": self.positions is not None,
+            "COUNTED": self.counted is not None,
             "TABLE_LANE_STRIDE": 1 if self.view is None else self._lane,
         }
 
     def write(self, arguments: Arguments, token_strides: Callable[[int, int], tuple[int, int]]) -> None:
         """`Tables` of `source/tables.cuh`."""
         if self.view is None:
-            arguments.integers(*[0] * 10)
+            arguments.integers(*[0] * 14)
             return
         size = self.view.element_size()
         batch, token = self._batch, self._token
-        if self.positions is None:
+        if self.positions is None and self.counted is None:
             batch, token = token_strides(batch, token)
         arguments.address(self._cos)
         arguments.address(self._sin)
         arguments.integers(self._row * size, batch * size, token * size)
         arguments.address(self.positions, vectors=False)
         row, batch, token = self._position
-        size = 0 if self.positions is None else self.positions.element_size()
-        batch, token = token_strides(batch, token) if self.positions is not None else (0, 0)
+        if self.positions is not None:
+            size = self.positions.element_size()
+            batch, token = token_strides(batch, token)
         arguments.integers(row * size, batch * size, token * size)
-        arguments.integers(0 if self.positions is None else self.view.shape[0])
+        arguments.integers(self.view.shape[0])
+        arguments.address(self._bounds, vectors=False)
+        arguments.address(self._offsets, vectors=False)
+        sequences = self._sequences if self._bounds is None else self._bounds.shape[0] - 1
+        arguments.integers(sequences, 0 if self.counted is None else int(self.counted.offset))

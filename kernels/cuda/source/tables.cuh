@@ -3,16 +3,20 @@
 #include "lanes.cuh"
 
 constexpr int TABLE_ROWS = MROPE == NO_MROPE ? 1 : 3;
+static_assert(!COUNTED || MROPE == NO_MROPE, "positions are counted for one row");
 constexpr int TABLE_VECTOR = TABLE_BYTES / int(sizeof(Table));  // entries an access reads, all from one row
 
-// Strides are in bytes. Without positions a row is found by (row, batch, token); with positions the table is
-// [max_position, entries] and `token` is the stride of a position.
+// Strides are in bytes. Without positions a row is found by (row, batch, token); with positions, read (GATHER) or counted
+// within each sequence (COUNTED), the table is [max_position, entries] and `token` is the stride of a position.
 struct Tables {
   const char* cos;
   const char* sin;
   long long row, batch, token;
   const char* positions;
   long long position_row, position_batch, position_token, max_position;
+  const Bound* bounds;  // cu_seqlens, [sequences + 1]: the only batch entry holds sequences; null: each entry is one
+  const Bound* offsets;  // [sequences], or null
+  long long sequences, offset;
 };
 
 struct Token {
@@ -33,6 +37,23 @@ __device__ __forceinline__ int mrope_row(int j) {
   return j < 3 * (row == 0 ? SECTION_T : row == 1 ? SECTION_H : SECTION_W) ? row : 0;
 }
 
+// Counted from the start of the token's sequence. Tokens from the last bound on count as one more sequence.
+__device__ __forceinline__ long long counted_position(const Tables& tables, const Token& token) {
+  long long sequence = token.batch, start = 0;
+  if (tables.bounds != nullptr) {
+    long long low = 0, high = tables.sequences;
+    while (low < high) {
+      const long long middle = (low + high) / 2;
+      if (tables.bounds[middle + 1] <= token.index) low = middle + 1;
+      else high = middle;
+    }
+    sequence = low;
+    start = tables.bounds[sequence];
+  }
+  const bool shifted = tables.offsets != nullptr && sequence < tables.sequences;
+  return token.index - start + tables.offset + (shifted ? (long long)(tables.offsets[sequence]) : 0);
+}
+
 // Where the token's rows start. A position outside the table is remembered, and nothing is read for it.
 struct Rows {
   long long offset[GATHER ? TABLE_ROWS : 1];
@@ -40,7 +61,11 @@ struct Rows {
   long long row_stride;
 
   __device__ Rows(const Tables& tables, const Token& token) : row_stride(tables.row) {
-    if constexpr (GATHER) {
+    if constexpr (COUNTED) {
+      const long long position = counted_position(tables, token);
+      inside[0] = position >= 0 && position < tables.max_position;
+      offset[0] = position * tables.token;
+    } else if constexpr (GATHER) {
 #pragma unroll
       for (int row = 0; row < TABLE_ROWS; ++row) {
         const char* address = tables.positions + row * tables.position_row + token.batch * tables.position_batch +
@@ -60,8 +85,8 @@ struct Rows {
     else return row == 0 ? offset[0] : row == 1 ? offset[1] : offset[2];
   }
   __device__ bool inside_of(int row) const {
-    if constexpr (!GATHER) return true;
-    else if constexpr (TABLE_ROWS == 1) return inside[0];
+    if constexpr (!GATHER && !COUNTED) return true;
+    else if constexpr (TABLE_ROWS == 1 || COUNTED) return inside[0];
     else return row == 0 ? inside[0] : row == 1 ? inside[1] : inside[2];
   }
 };
