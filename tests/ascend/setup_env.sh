@@ -12,10 +12,10 @@ stamp="$directory/complete-$(sha256sum "${BASH_SOURCE[0]}" | cut -c1-12)"
 
 "$python" -m venv "$directory"
 pip="$directory/bin/pip --quiet --disable-pip-version-check"
-$pip install "setuptools>=77" torch==2.13.0
 # triton-ascend does not declare pybind11; its interpreter breaks with numpy 2.4 (range over a 1-element array).
-$pip install triton-ascend==3.2.0 ascendnpu-ir==1.2.0 pybind11 numpy==1.26.4
-$pip install "pytest>=8" pytest-timeout hypothesis
+# (--no-compile: most of what is installed is never imported.)
+$pip install --no-compile "setuptools>=77" torch==2.13.0 triton-ascend==3.2.0 ascendnpu-ir==1.2.0 pybind11 numpy==1.26.4 \
+  "pytest>=8" pytest-timeout pytest-xdist hypothesis
 $pip install --no-deps --no-build-isolation --editable "$root"
 
 scratch=$(mktemp -d)
