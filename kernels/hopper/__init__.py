@@ -50,7 +50,9 @@ def _supports(request: Request) -> str | None:
             return f"{name} is {request.dtypes[name]}; it takes bfloat16 or float16, the same for q, k and v."
     if "mask" in request.dtypes:
         if request.dtypes["mask"] != torch.bool or any(size != 1 for size in request.shapes["mask"][-3:-1]):
-            return "mask is given; it takes boolean masks that are the same for every head and query, [B or 1, 1, 1, Sk]."
+            return (
+                "mask is given; it takes boolean masks that are the same for every head and query, [B or 1, 1, 1, Sk]."
+            )
         if "cu_seqlens_q" in request.dtypes:
             return "mask is given beside cu_seqlens_q; it takes one of them."
     scale = request.options.get("scale")

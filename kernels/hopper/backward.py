@@ -168,8 +168,8 @@ def backward_kernel(
     scales and rounds it).
 
     `lse`, `delta`: float32 [tiles, block_m], base 2, +inf in `lse` for rows that take no part (see prepare.py).
-    `row_low`, `row_high`, `labels`, `ranges`, `order`: see `rows.py`. `turns`: int32 [tiles], zero at launch (deterministic
-    only).
+    `row_low`, `row_high`, `labels`, `ranges`, `order`: see `rows.py`. `turns`: int32 [tiles], zero at launch
+    (deterministic only).
     """
     tile_q = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.qk_dim], q.layout)
     tile_do = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.v_dim], do.layout)
@@ -192,7 +192,7 @@ def backward_kernel(
         ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
     first, last, clear_first, clear_last = query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T)
     mem = Shared(
-        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_ds, tile_dq, halves, rows_lse, rows_delta,
+        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_dq, halves, rows_lse, rows_delta,
         keep_bounds(first, last, clear_first, clear_last),
         new_barriers(T.stages), new_barriers(T.stages), new_barriers(2),
     )  # fmt: skip

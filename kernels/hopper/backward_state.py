@@ -8,11 +8,9 @@ from .gluon_api import aggregate, partition_barrier
 from .scores import hide_other_segments
 
 DQ_FULL = gl.constexpr(4)
-"""Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO free" (wide
-heads: of Q), 10 "dO free"."""
+"""Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO free"."""
 DQ_FREE = gl.constexpr(6)
 STAGE_FREE = gl.constexpr(8)
-DO_FREE = gl.constexpr(10)
 
 FIRST = gl.constexpr(0)
 """Bounds of the loop over tiles, by place in shared memory: first and last tile, first and last one without a mask."""
@@ -47,7 +45,25 @@ class Problem:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, order, turns, sizes, band, scales, key0,
+        self,
+        q,
+        k,
+        v,
+        do,
+        dq,
+        dk,
+        dv,
+        lse,
+        delta,
+        row_low,
+        row_high,
+        labels,
+        order,
+        turns,
+        sizes,
+        band,
+        scales,
+        key0,
         tiles,
     ):
         self.q = q
@@ -73,14 +89,12 @@ class Problem:
 
 @aggregate
 class Shared:
-    """Shared memory and its barriers. `dq` and `dq_halves` are one buffer: written as a tile, sent as halves. `p`:
-    wide heads only."""
+    """Shared memory and its barriers. `dq` and `dq_halves` are one buffer: written as a tile, sent as halves."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
     dq_halves: gl.shared_memory_descriptor
@@ -92,12 +106,11 @@ class Shared:
     kv_full: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, do, k, v, p, ds, dq, dq_halves, lse, delta, bounds, q_full, do_full, kv_full):
+    def __init__(self, q, do, k, v, ds, dq, dq_halves, lse, delta, bounds, q_full, do_full, kv_full):
         self.q = q
         self.do = do
         self.k = k
         self.v = v
-        self.p = p
         self.ds = ds
         self.dq = dq
         self.dq_halves = dq_halves
@@ -111,10 +124,8 @@ class Shared:
 
 @gluon.constexpr_function
 def scores_layout(T):
-    """Registers of S^T [block_n, block_m]: the warpgroups split the keys, or the queries where there are 64 keys."""
+    """Registers of S^T [block_n, block_m]: the warpgroups split the keys."""
     t = T.template
-    if t.wide:
-        return gl.NVMMADistributedLayout([3, 0], [4, t.num_warps // 4], [16, t.block_m // (t.num_warps // 4), 16])
     return gl.NVMMADistributedLayout([3, 0], [t.num_warps, 1], [16, t.block_m, 16])
 
 

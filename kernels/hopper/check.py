@@ -17,29 +17,35 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 from .build import Instance, compile_instance, resources
-from .instances import backward_instance, forward_instance
-from .templates import MASKS, backward_template, forward_template
+from .instances import instance
+from .templates import MASKS, AnyTemplate, backward_template, forward_template, wide_templates
+
+
+def _templates() -> Iterator[tuple[str, AnyTemplate | None]]:
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        size = f"{dims[0]}x{dims[1]}"
+        for mask in MASKS:
+            uneven = mask != "none"
+            for extra in ("", "softcap", "sinks"):
+                conditions = {"mask": mask, "softcap": extra == "softcap"}
+                name = "-".join(filter(None, (size, mask, extra)))
+                yield f"forward-{name}", forward_template(*dims, **conditions, sinks=extra == "sinks", uneven=uneven)
+            for extra in ("", "softcap", "deterministic"):
+                conditions = {"mask": mask, "softcap": extra == "softcap"}
+                name = "-".join(filter(None, (size, mask, extra)))
+                wide = wide_templates(*dims, **conditions)
+                if wide is None:
+                    deterministic = extra == "deterministic"
+                    yield f"backward-{name}", backward_template(*dims, **conditions, deterministic=deterministic)
+                elif extra != "deterministic":
+                    yield f"queries-{name}", wide[0]
+                    yield f"keys-{name}", wide[1]
 
 
 def _instances() -> Iterator[tuple[str, Callable[[], Instance]]]:
-    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        for mask in MASKS:
-            for extra in ("", "softcap", "sinks"):
-                template = forward_template(
-                    *dims, mask=mask, softcap=extra == "softcap", sinks=extra == "sinks", uneven=mask != "none"
-                )
-                assert template is not None
-                name = "-".join(filter(None, ("forward", f"{dims[0]}x{dims[1]}", mask, extra)))
-                yield name, partial(forward_instance, template, "bf16")
-    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        for mask in MASKS:
-            for extra in ("", "softcap", "deterministic"):
-                backward = backward_template(
-                    *dims, mask=mask, softcap=extra == "softcap", deterministic=extra == "deterministic"
-                )
-                assert backward is not None
-                name = "-".join(filter(None, ("backward", f"{dims[0]}x{dims[1]}", mask, extra)))
-                yield name, partial(backward_instance, backward, "bf16")
+    for name, template in _templates():
+        assert template is not None
+        yield name, partial(instance, template, "bf16")
 
 
 INSTANCES = dict(_instances())

@@ -39,9 +39,10 @@ class Map:
     strides: list[int]
     block: list[int]
     layout: Any
+    dtype: torch.dtype
 
-    def at(self, x: Tensor) -> TensorDescriptor:
-        """The map of `x`, which has this shape and these strides."""
+    def at(self, x: Any) -> TensorDescriptor:
+        """The map of `x`, a tensor or an address with a dtype, which has this shape and these strides."""
         return _Valid(x, self.shape, self.strides, self.block, self.layout)
 
 
@@ -69,10 +70,10 @@ def tensor_map(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
     unit = 16 // dtype.itemsize  # stands in for the stride of an axis of one element, which may be anything
     outer = [of_batch if batch > 1 else unit, of_head if heads > 1 else unit, of_row if length > 1 else unit]
     block = [1, 1, rows, lanes]
-    return Map([batch, heads, length, dim], [*outer, 1], block, tensor_map_layout(DTYPES[dtype], block))
+    return Map([batch, heads, length, dim], [*outer, 1], block, tensor_map_layout(DTYPES[dtype], block), dtype)
 
 
 def rows_map(tiles: int, rows: int) -> Map:
     """Map of float32 per-row values, contiguous, `tiles` tiles of `rows`."""
     block = [1, rows]
-    return Map([tiles, rows], [rows, 1], block, tensor_map_layout("fp32", block, swizzled=False))
+    return Map([tiles, rows], [rows, 1], block, tensor_map_layout("fp32", block, swizzled=False), torch.float32)

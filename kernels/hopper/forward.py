@@ -27,9 +27,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import barriers
-from .forward_state import FREE, Problem, Shared, limits, num_tiles, out_layout, place, scores_layout, tile_after, zeros
+from .forward_state import (
+    FREE,
+    Problem,
+    Shared,
+    hide_keys,
+    limits,
+    num_tiles,
+    out_layout,
+    place,
+    scores_layout,
+    tile_after,
+    zeros,
+)
 from .gluon_api import tma_load, tma_store, tma_store_wait
-from .scores import hide_other_segments, tanh
+from .scores import tanh
 
 # ---------------------------------------------------------------------------------------------------- load warp
 
@@ -105,20 +117,10 @@ def row_sums(x):
 @gluon.jit
 def scores(s, block, rows, p, T: gl.constexpr, MASKED: gl.constexpr):
     """Softcap, then the mask: in units of `p.scale`, which turns them into exponents of 2."""
-    LAYOUT: gl.constexpr = scores_layout(T)
     if T.softcap:
         s = tanh(s * p.cap_scale)
     if MASKED:
-        low, high, row0, head = rows
-        columns = block * T.block_n + gl.arange(0, T.block_n, gl.SliceLayout(0, LAYOUT))
-        keep = columns[None, :] < high[:, None]
-        if T.left_limit:
-            keep = keep & (columns[None, :] >= low[:, None])
-        s = gl.where(keep, s, float("-inf"))
-        if T.segments:
-            batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-            tile = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-            s = hide_other_segments(s, p.labels, head // heads, p.rows_strides[0], tile, columns, seq_q, seq_k, True)
+        s = hide_keys(s, block, rows, p, T)
     return s
 
 
@@ -361,8 +363,8 @@ def _barriers(number: gl.constexpr, count: gl.constexpr):
 @gluon.jit
 def forward_kernel(
     q, k, v, o,
-    o_ptr, stride_b, stride_h, stride_s, v_head_dim,
-    lse, sinks, row_low, row_high, labels, ranges, counter,
+    o_ptr, lse, sinks, row_low, row_high, labels, ranges, counter,
+    stride_b, stride_h, stride_s, v_head_dim,
     batch, heads, group, seq_q, seq_k, head_chunk,
     band_low, band_high, rows_stride, ranges_stride, scale, cap_scale,
     T: gl.constexpr, num_warps: gl.constexpr,

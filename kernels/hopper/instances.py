@@ -1,68 +1,81 @@
-"""The argument lists of the kernels: names and types in order, one place for compile checks and for the launch."""
+"""The argument lists of the kernels: names and types in order, one place for compile checks and for the launch.
+
+Every kernel takes tensor maps, then pointers, then numbers, then its template.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from .backward import backward_kernel
-from .backward_wide import backward_wide_kernel
 from .build import Instance, tensor_map_type
 from .forward import forward_kernel
-from .templates import BackwardTemplate, ForwardTemplate
+from .templates import AnyTemplate, BackwardTemplate, ForwardTemplate
+from .wide_keys import wide_keys_kernel
+from .wide_queries import wide_queries_kernel
 
-_INT, _FLOAT = "i32", "fp32"
+_ROWS = ("row_low", "row_high", "labels", "ranges")
+_BAND = ("band_low", "band_high", "rows_stride", "ranges_stride")
 
 
-def forward_instance(template: ForwardTemplate, dtype: str) -> Instance:
-    """`dtype`: "bf16" or "fp16"."""
-    q = (1, 1, 64, template.qk_dim)
-    k = (1, 1, template.block_n, template.qk_dim)
-    v = (1, 1, template.block_n, template.v_dim)
-    o = (1, 1, 64, template.v_dim)
+def instance(template: AnyTemplate, dtype: str) -> Instance:
+    """The kernel of a template. `dtype`: "bf16" or "fp16"."""
+    t = template
+    row = tensor_map_type("fp32", (1, t.block_m), swizzled=False)
+
+    def maps(**tiles: tuple[int, int]) -> dict[str, str]:
+        return {name: tensor_map_type(dtype, (1, 1, rows, lanes)) for name, (rows, lanes) in tiles.items()}
+
+    if isinstance(t, ForwardTemplate):
+        tiles = maps(q=(64, t.qk_dim), k=(t.block_n, t.qk_dim), v=(t.block_n, t.v_dim), o=(64, t.v_dim))
+        arguments = {
+            **tiles,
+            "o_ptr": f"*{dtype}",
+            **_all("*fp32", "lse", "sinks"),
+            **_all("*i32", *_ROWS, "counter"),
+            **_all("i64", "stride_b", "stride_h", "stride_s"),
+            **_all("i32", "v_head_dim", "batch", "heads", "group", "seq_q", "seq_k", "head_chunk", *_BAND),
+            **_all("fp32", "scale", "cap_scale"),
+        }
+        return _instance(forward_kernel, arguments, t)
+    scales = _all("fp32", "scale", "cap_scale", "grad_scale")
+    keys, values = (t.block_n, t.qk_dim), (t.block_n, t.v_dim)
+    if isinstance(t, BackwardTemplate):
+        arguments = {
+            **maps(q=(t.block_m, t.qk_dim), k=keys, v=values, do=(t.block_m, t.v_dim)),
+            "dq": tensor_map_type("fp32", (1, 1, t.block_m, t.dq_lanes)),
+            **maps(dk=keys, dv=values),
+            "lse": row,
+            "delta": row,
+            **_all("*i32", *_ROWS, "order", "turns"),
+            **_all("i32", "kv_heads", "group", "seq_q", "seq_k", *_BAND),
+            **scales,
+        }
+        return _instance(backward_kernel, arguments, t)
+    if t.keys_stay:
+        arguments = {
+            **maps(q=(t.block_m, t.qk_dim), k=keys, v=values, do=(t.block_m, t.v_dim), dk=keys, dv=values),
+            "lse": row,
+            "delta": row,
+            **_all("*i32", *_ROWS),
+            **_all("i32", "kv_heads", "group", "seq_q", "seq_k", *_BAND),
+            **scales,
+        }
+        return _instance(wide_keys_kernel, arguments, t)
     arguments = {
-        **{name: tensor_map_type(dtype, block) for name, block in {"q": q, "k": k, "v": v, "o": o}.items()},
-        "o_ptr": f"*{dtype}",
-        **dict.fromkeys(("stride_b", "stride_h", "stride_s"), "i64"),
-        "v_head_dim": _INT,
-        **dict.fromkeys(("lse", "sinks"), "*fp32"),
-        **dict.fromkeys(("row_low", "row_high", "labels", "ranges", "counter"), "*i32"),
-        **dict.fromkeys(
-            (
-                "batch",
-                "heads",
-                "group",
-                "seq_q",
-                "seq_k",
-                "head_chunk",
-                "band_low",
-                "band_high",
-                "rows_stride",
-                "ranges_stride",
-            ),
-            _INT,
-        ),
-        **dict.fromkeys(("scale", "cap_scale"), _FLOAT),
+        **maps(q=(64, t.qk_dim), k=keys, v=values, do=(64, t.v_dim), dq=(64, t.qk_dim)),
+        **_all("*fp32", "lse", "delta"),
+        **_all("*i32", *_ROWS),
+        **_all("i32", "batch", "heads", "group", "seq_q", "seq_k", "head_chunk", *_BAND),
+        **scales,
     }
-    return Instance(forward_kernel, arguments, template, num_warps=4, max_registers=template.max_registers)
+    return _instance(wide_queries_kernel, arguments, t)
 
 
-def backward_instance(template: BackwardTemplate, dtype: str) -> Instance:
-    """`dtype`: "bf16" or "fp16"."""
-    q = (1, 1, template.block_m, template.qk_lanes)
-    do = (1, 1, template.block_m, template.v_lanes)
-    k = (1, 1, template.block_n, template.qk_lanes)
-    v = (1, 1, template.block_n, template.v_lanes)
-    dq = (1, 1, template.block_m, template.dq_lanes)
-    row = tensor_map_type("fp32", (1, template.block_m), swizzled=False)
-    arguments = {
-        **{name: tensor_map_type(dtype, block) for name, block in {"q": q, "k": k, "v": v, "do": do}.items()},
-        "dq": tensor_map_type("fp32", dq),
-        **{name: tensor_map_type(dtype, block) for name, block in {"dk": k, "dv": v}.items()},
-        "lse": row,
-        "delta": row,
-        **dict.fromkeys(("row_low", "row_high", "labels", "ranges", "order", "turns"), "*i32"),
-        **dict.fromkeys(
-            ("kv_heads", "group", "seq_q", "seq_k", "band_low", "band_high", "rows_stride", "ranges_stride"), _INT
-        ),
-        **dict.fromkeys(("scale", "cap_scale", "grad_scale"), _FLOAT),
-    }
-    kernel = backward_wide_kernel if template.wide else backward_kernel
+def _all(kind: str, *names: str) -> Mapping[str, str]:
+    return dict.fromkeys(names, kind)
+
+
+def _instance(kernel: Any, arguments: Mapping[str, str], template: AnyTemplate) -> Instance:
     return Instance(kernel, arguments, template, num_warps=template.num_warps, max_registers=template.max_registers)

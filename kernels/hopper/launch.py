@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention_problem import Problem
 from ..attention_reference import sinks_gradient
-from . import prepare
 from .descriptors import fits, readable
-from .plans import ROWS_PER_PROGRAM, BackwardPlan, Call, backward_plan, forward_plan
-from .rows import rows_of_backward, rows_of_forward
+from .plans import Call, NarrowPlan, backward_plan, forward_plan
+from .rows import Rows, rows_of_backward, rows_of_forward
+from .templates import AnyTemplate
 
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
@@ -28,36 +27,19 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
         lse.copy_(lse.new_full((), float("-inf")) if sinks is None else sinks.to(lse.dtype)[None, :, None])
         return out, lse
     problem = _readable(problem)
-    q = problem.q
-    with torch.cuda.device(q.device):
-        o = out if fits(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
-        plan = forward_plan(Call.of(problem), (o.shape, o.stride()))
-        template = plan.template
-        low = high = labels = ranges = None
-        strides = 0, 0
-        if template.by_rows:
-            rows = rows_of_forward(problem.seen, q.shape[1], problem.k.shape[1], template.block_m, template.block_n)
-            low, high, labels, ranges, strides = rows.low, rows.high, rows.labels, rows.ranges, rows.strides
-        tensors = (q, problem.k, problem.v, o if template.store_by_tma else q)
-        plan.kernel[plan.grid](
-            *(map_.at(x) for map_, x in zip(plan.maps, tensors, strict=True)),
-            o,
-            *plan.out_strides,
-            lse,
-            None if sinks is None else sinks.float(),
-            low,
-            high,
-            labels,
-            ranges,
-            torch.zeros(1, dtype=torch.int32, device=q.device) if template.dynamic else None,
-            *plan.sizes,
-            *strides,
-            *plan.scales,
-            template,
-            4,
-        )
-        if o is not out:
-            out.copy_(o)
+    q, k, v = problem.q, problem.k, problem.v
+    o = out if fits(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+    plan = forward_plan(Call.of(problem), (o.shape, o.stride()))
+    rows = _rows(problem, plan.template, forward=True)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if plan.template.dynamic else None
+    weights = None if sinks is None else sinks.float()
+    address = o.data_ptr()
+    plan.launch(
+        (q.data_ptr(), k.data_ptr(), v.data_ptr(), address if plan.template.store_by_tma else q.data_ptr()),
+        (address, lse.data_ptr(), _address(weights), *_addresses(rows), _address(counter)),
+    )
+    if o is not out:
+        out.copy_(o)
     return out, lse
 
 
@@ -70,7 +52,7 @@ def backward(
     needs: Sequence[bool],
     into: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and the sinks: a kernel that prepares, the main one, and one that rounds dQ."""
+    """The gradients of q, k, v and the sinks: a kernel that prepares, and the main ones."""
     gradients = problem.gradients((True, True, True), into)
     dq, dk, dv = (x for x in gradients if x is not None)
     sinks = problem.sinks
@@ -81,91 +63,71 @@ def backward(
         return _needed((dq, dk, dv, None if sinks is None else sinks_gradient(sinks, lse, delta)), needs)
     problem = _readable(problem)
     q = problem.q
-    batch, seq_q, heads, head_dim = q.shape
-    with torch.cuda.device(q.device):
-        dk_to, dv_to = (x if fits(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (dk, dv))
-        do = grad_out
-        if not fits(grad_out):  # the expanded gradient of a sum, for one
-            do = q.new_empty((batch, heads, seq_q, problem.v.shape[3])).transpose(1, 2)
-        plan = backward_plan(Call.of(problem), *((x.shape, x.stride()) for x in (do, dk_to, dv_to)))
-        template = plan.template
-        lse_rows, delta_rows = q.new_empty(
-            (2, batch, heads, plan.tiles * template.block_m), dtype=torch.float32
-        ).unbind()
-        accumulator = q.new_empty((batch, heads, seq_q, head_dim), dtype=torch.float32)
-        turns = q.new_empty((batch, heads, plan.tiles), dtype=torch.int32) if template.deterministic else None
-        _before(plan, out, grad_out, do, lse, grad_lse, lse_rows, delta_rows, accumulator, turns)
-        low = high = labels = ranges = order = None
-        strides = 0, 0
-        if template.by_rows:
-            rows = rows_of_backward(problem.seen, seq_q, problem.k.shape[1], template.block_m, template.block_n)
-            low, high, labels, ranges, order = rows.low, rows.high, rows.labels, rows.ranges, rows.order
-            strides = rows.strides
-        tensors = (q, problem.k, problem.v, do, accumulator, dk_to, dv_to, lse_rows, delta_rows)
-        plan.kernel[plan.grid](
-            *(map_.at(x) for map_, x in zip(plan.maps, tensors, strict=True)),
-            low,
-            high,
-            labels,
-            ranges,
-            order,
-            turns,
-            *plan.sizes,
-            *strides,
-            *plan.scales,
-            template,
-            template.num_warps,
+    batch, seq_q, heads, _ = q.shape
+    written = [x if fits(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (dq, dk, dv)]
+    do = grad_out
+    if not fits(grad_out):  # the expanded gradient of a sum, for one
+        do = q.new_empty((batch, heads, seq_q, problem.v.shape[3])).transpose(1, 2)
+    call = Call.of(problem)
+    shaped = ((x.shape, x.stride()) for x in (out, grad_out, do, *written))
+    plan = backward_plan(call, *shaped, grad_lse=grad_lse is not None)
+    lse_rows, delta_rows = q.new_empty((2, batch, heads, plan.padded_rows), dtype=torch.float32).unbind()
+    accumulator = turns = None
+    if isinstance(plan, NarrowPlan):
+        accumulator = q.new_empty((batch, heads, seq_q, q.shape[3]), dtype=torch.float32)
+        turns = q.new_empty((batch, heads, plan.tiles), dtype=torch.int32) if call.deterministic else None
+    # Pointers that the kernel does not look at may be any.
+    plan.before.on(
+        (
+            out, grad_out, do, lse, lse if grad_lse is None else grad_lse.contiguous(), lse_rows, delta_rows,
+            lse_rows if accumulator is None else accumulator, lse_rows if turns is None else turns,
         )
-        for given, written in ((dk, dk_to), (dv, dv_to)):
-            if given is not written:
-                given.copy_(written)
+    )  # fmt: skip
+    dq_to, dk_to, dv_to = written
+    inputs = [x.data_ptr() for x in (q, problem.k, problem.v, do)]
+    row_values = lse_rows.data_ptr(), delta_rows.data_ptr()
+    results = dk_to.data_ptr(), dv_to.data_ptr()
+    if isinstance(plan, NarrowPlan):
+        assert accumulator is not None
+        rows = _rows(problem, plan.template, forward=False)
+        plan.main(
+            (*inputs, accumulator.data_ptr(), *results, *row_values),
+            (*_addresses(rows), _address(None if rows is None else rows.order), _address(turns)),
+        )
         if needs[0]:
-            _after(plan, accumulator, dq, problem.scale)
-        dsinks = sinks_gradient(sinks, lse, delta_rows[:, :, :seq_q]) if sinks is not None and needs[3] else None
+            plan.after.on((accumulator, dq_to))
+    else:
+        of_queries, of_keys = plan.templates
+        if needs[0]:
+            rows = _rows(problem, of_queries, forward=True)
+            plan.queries((*inputs, dq_to.data_ptr()), (*row_values, *_addresses(rows)))
+        if needs[1] or needs[2]:
+            rows = _rows(problem, of_keys, forward=False)
+            plan.keys((*inputs, *results, *row_values), _addresses(rows))
+    for given, result in zip((dq, dk, dv), written, strict=True):
+        if given is not result:
+            given.copy_(result)
+    dsinks = sinks_gradient(sinks, lse, delta_rows[:, :, :seq_q]) if sinks is not None and needs[3] else None
     return _needed((dq, dk, dv, dsinks), needs)
 
 
-def _before(
-    plan: BackwardPlan,
-    out: Tensor,
-    grad_out: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    grad_lse: Tensor | None,
-    lse_rows: Tensor,
-    delta_rows: Tensor,
-    accumulator: Tensor,
-    turns: Tensor | None,
-) -> None:
-    """Launch `prepare.before`."""
-    batch, seq_q, heads, v_head_dim = out.shape
-    template, padded = plan.template, lse_rows.shape[2]
-    arguments = (
-        out, grad_out, do, lse, None if grad_lse is None else grad_lse.contiguous(),
-        lse_rows, delta_rows, accumulator, turns,
-        *_strides(out), *_strides(grad_out), grad_out.stride(3), heads, seq_q, padded, accumulator.shape[3], v_head_dim,
-        template.block_m, ROWS_PER_PROGRAM, template.qk_dim, template.v_dim,
-        grad_lse is not None, do is not grad_out, template.deterministic,
-    )  # fmt: skip
-    _launch(plan, prepare.before, (padded // ROWS_PER_PROGRAM * batch * heads, 1, 1), arguments)
+def _rows(problem: Problem, template: AnyTemplate, *, forward: bool) -> Rows | None:
+    """What the data says of the mask, where it does; the caller keeps it until the launch."""
+    if not template.by_rows:
+        return None
+    find = rows_of_forward if forward else rows_of_backward
+    return find(problem.seen, problem.q.shape[1], problem.k.shape[1], template.block_m, template.block_n)
 
 
-def _after(plan: BackwardPlan, accumulator: Tensor, dq: Tensor, scale: float) -> None:
-    """Launch `prepare.after`."""
-    batch, heads, seq_q, head_dim = accumulator.shape
-    arguments = (accumulator, dq, *_strides(dq), heads, seq_q, head_dim, scale, ROWS_PER_PROGRAM, plan.template.qk_dim)
-    _launch(plan, prepare.after, (-(-seq_q // ROWS_PER_PROGRAM) * batch * heads, 1, 1), arguments)
+def _addresses(rows: Rows | None) -> tuple[int, int, int, int]:
+    """Of the arrays that every kernel takes."""
+    if rows is None:
+        return 0, 0, 0, 0
+    return rows.low.data_ptr(), rows.high.data_ptr(), rows.labels.data_ptr(), rows.ranges.data_ptr()
 
 
-def _launch(plan: BackwardPlan, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-    """Launch a Triton kernel, past its dispatch after the first time: a plan has one specialisation for the same
-    numbers and alignments."""
-    key = (id(kernel), *(x.data_ptr() % 16 if isinstance(x, Tensor) else x for x in arguments))
-    compiled = plan.helpers.get(key)
-    if compiled is None:
-        plan.helpers[key] = kernel[grid](*arguments, num_warps=4)
-    else:
-        compiled[grid](*arguments)
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _readable(problem: Problem) -> Problem:
@@ -174,12 +136,6 @@ def _readable(problem: Problem) -> Problem:
     if fits(q) and fits(k) and fits(v):
         return problem
     return dataclasses.replace(problem, q=readable(q), k=readable(k), v=readable(v))
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, head and row of a `[B, S, H, D]` tensor."""
-    of_batch, of_row, of_head, _ = x.stride()
-    return of_batch, of_head, of_row
 
 
 def _needed(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:

@@ -1,5 +1,5 @@
-"""What a launch needs that does not change from call to call: the kernel, its grid, its tensor maps but for the
-address, its numbers.
+"""What a call needs that does not change from call to call: the kernels, their grids, tensor maps but for the address,
+and numbers.
 
 Computed once for every combination of shapes, strides and options and kept, so that a call costs little more than its
 launches.
@@ -9,35 +9,47 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..attention_problem import Problem
+from ..launch import Launch
+from . import prepare
 from .build import compile_instance
-from .descriptors import DTYPES, Map, rows_map, tensor_map
-from .instances import backward_instance, forward_instance
-from .rows import by_rows
-from .templates import BackwardTemplate, ForwardTemplate, backward_template, forward_template
+from .descriptors import DTYPES, rows_map, tensor_map
+from .instances import instance
+from .mapped_launch import MappedLaunch
+from .rows import PADDED, batches, by_rows
+from .templates import (
+    AnyTemplate,
+    BackwardTemplate,
+    ForwardTemplate,
+    WideTemplate,
+    backward_template,
+    forward_template,
+    wide_templates,
+)
 
 _LOG2_E = math.log2(math.e)
 _L2_BYTES_FOR_KEYS = 32 << 20
-"""Of 50 MB: K and V of the heads that run together in the forward."""
-ROWS_PER_PROGRAM = 32
+"""Of 50 MB: K and V of the heads that run together where the queries stay."""
+_ROWS_PER_PROGRAM = 32
 """Of the kernels in prepare.py."""
 
 Axes = tuple[int, ...]
+Shaped = tuple[Axes, Axes]
+"""Shape and strides."""
 
 
 @dataclass(frozen=True)
 class Call:
     """The part of a `Problem` that decides a plan; hashable."""
 
-    q: tuple[Axes, Axes]
-    """Shape and strides."""
-    k: tuple[Axes, Axes]
-    v: tuple[Axes, Axes]
+    q: Shaped
+    k: Shaped
+    v: Shaped
     dtype: torch.dtype
     device: int
     offset: int
@@ -45,6 +57,8 @@ class Call:
     right: int | None
     data: str | None
     """Kind of mask that only the data knows: "rows" or "segments" (templates.MASKS)."""
+    row_batches: int
+    """Batches that such a mask tells apart."""
     sinks: bool
     scale: float
     softcap: float
@@ -54,11 +68,18 @@ class Call:
     def of(cls, problem: Problem) -> Call:
         """The call of a problem."""
         q, k, v, seen = problem.q, problem.k, problem.v, problem.seen
+        data = None if not by_rows(seen) else "segments" if seen.documents is None else "rows"
         return cls(
             (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), q.dtype, q.device.index,
-            seen.offset, seen.left, seen.right, _data(problem),
+            seen.offset, seen.left, seen.right, data, 0 if data is None else batches(seen),
             problem.sinks is not None, problem.scale, problem.softcap, problem.deterministic,
         )  # fmt: skip
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """(batch, queries, query heads, head_dim of q and k, keys, key heads)."""
+        (batch, seq_q, heads, head_dim), (_, seq_k, kv_heads, _) = self.q[0], self.k[0]
+        return batch, seq_q, heads, head_dim, seq_k, kv_heads
 
     def mask(self, block_n: int) -> str:
         """Kind of mask (templates.MASKS)."""
@@ -68,12 +89,14 @@ class Call:
             return "band"
         return "right" if self.right is not None or self.k[0][1] % block_n else "none"
 
-    def band(self) -> tuple[int, int]:
-        """Keys of a query, relative to its row. A side without a limit is past every key."""
+    def band(self, ranges: int) -> tuple[int, int, int, int]:
+        """Keys of a query, relative to its row; a side without a limit is past every key. Then the elements from one
+        batch to the next of rows.py's arrays: of the rows, and of the `ranges` (their number)."""
         seq_q, seq_k = self.q[0][1], self.k[0][1]
         low = -(seq_q + seq_k) if self.left is None else max(self.offset - self.left, -(seq_q + seq_k))
         high = seq_k if self.right is None else min(self.offset + self.right, seq_k)
-        return low, high
+        strides = (-(-seq_q // PADDED) * PADDED, ranges * 4) if self.row_batches > 1 else (0, 0)
+        return low, high, *strides
 
     def scales(self) -> tuple[float, float]:
         """(factor to exponents of 2, factor before tanh)."""
@@ -82,148 +105,189 @@ class Call:
         return self.scale * _LOG2_E, 0.0
 
 
-def _data(problem: Problem) -> str | None:
-    if not by_rows(problem.seen):
-        return None
-    return "segments" if problem.seen.documents is None else "rows"
+# ---------------------------------------------------------------------------------------------------- forward
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """`maps`: of q, k, v and out, in the kernel's order."""
+    """`launch`: maps of q, k, v, out; pointers to out, lse, sinks, the arrays of rows.py and the counter."""
 
     template: ForwardTemplate
-    kernel: Any
-    grid: tuple[int, int, int]
-    maps: tuple[Map, Map, Map, Map]
-    out_strides: tuple[int, int, int, int]
-    sizes: tuple[int, ...]
-    scales: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class BackwardPlan:
-    """`maps`: of q, k, v, dO, dQ (the accumulator), dK, dV, LSE, delta. `helpers`: the kernels of prepare.py once
-    Triton has specialised them."""
-
-    template: BackwardTemplate
-    kernel: Any
-    grid: tuple[int, int, int]
-    maps: tuple[Map, ...]
-    tiles: int
-    sizes: tuple[int, ...]
-    scales: tuple[float, float, float]
-    helpers: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    launch: MappedLaunch
 
 
 def forward_template_of(call: Call) -> ForwardTemplate | None:
     """The forward instance for a call; None when there is none."""
     head_dim, v_head_dim = call.q[0][3], call.v[0][3]
     mask = call.mask(128 if max(head_dim, v_head_dim) <= 128 else 64)
-    uneven = mask in ("band", "rows", "segments") or call.right is not None
+    uneven = mask not in ("none", "right") or call.right is not None
     return forward_template(head_dim, v_head_dim, mask=mask, softcap=call.softcap > 0, sinks=call.sinks, uneven=uneven)
 
 
-def backward_template_of(call: Call) -> BackwardTemplate | None:
-    """The backward instance for a call; None when there is none."""
-    dims = call.q[0][3], call.v[0][3]
-    return backward_template(*dims, mask=call.mask(128), softcap=call.softcap > 0, deterministic=call.deterministic)
-
-
 @functools.lru_cache(maxsize=1024)
-def forward_plan(call: Call, out: tuple[Axes, Axes]) -> ForwardPlan:
-    """The plan of a forward; `out`: shape and strides of the output."""
+def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
+    """The plan of a forward; `out`: of the output."""
     template = forward_template_of(call)
     assert template is not None, "the registry does not choose this back end for such a call"
-    (batch, seq_q, heads, _), (_, seq_k, kv_heads, _) = call.q[0], call.k[0]
-    tiles = -(-seq_q // template.block_m) * batch * heads
-    size = call.dtype.itemsize
+    batch, seq_q, heads, _, seq_k, kv_heads = call.sizes
+    tiles = -(-seq_q // template.block_m)
     q = tensor_map(*call.q, call.dtype, 64, template.qk_dim)
-    # Without a buffer for O there is no map either; the kernel does not look at the argument.
-    o = tensor_map(*out, call.dtype, 64, template.v_dim) if template.store_by_tma else q
-    return ForwardPlan(
-        template=template,
-        kernel=_loaded(template, call.dtype, call.device),
-        grid=(min(tiles, torch.cuda.get_device_properties(call.device).multi_processor_count), 1, 1),
-        maps=(
-            q,
-            tensor_map(*call.k, call.dtype, template.block_n, template.qk_dim),
-            tensor_map(*call.v, call.dtype, template.block_n, template.v_dim),
-            o,
-        ),
-        out_strides=(out[1][0], out[1][2], out[1][1], out[0][3]),
-        sizes=(
-            batch,
-            heads,
-            heads // kv_heads,
-            seq_q,
-            seq_k,
-            _heads_together(call, size) if template.masked else 1,
-            *call.band(),
-        ),
-        scales=call.scales(),
+    maps = (
+        q,
+        tensor_map(*call.k, call.dtype, template.block_n, template.qk_dim),
+        tensor_map(*call.v, call.dtype, template.block_n, template.v_dim),
+        # Without a buffer for O there is no map either; the kernel does not look at the argument.
+        tensor_map(*out, call.dtype, 64, template.v_dim) if template.store_by_tma else q,
     )
+    together = _heads_together(call) if template.masked else 1
+    numbers = (
+        *(out[1][0], out[1][2], out[1][1]), out[0][3], batch, heads, heads // kv_heads, seq_q, seq_k, together,
+        *call.band(tiles), *call.scales(),
+    )  # fmt: skip
+    programs = min(tiles * batch * heads, torch.cuda.get_device_properties(call.device).multi_processor_count)
+    kernel = _loaded(template, call.dtype, call.device)
+    return ForwardPlan(template, MappedLaunch(kernel, (programs, 1, 1), maps, numbers, template, call.device))
+
+
+# ---------------------------------------------------------------------------------------------------- backward
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """What both kinds of backward share, see `prepare.py`: `before`, and the rows of LSE and delta, padded."""
+
+    before: Launch
+    padded_rows: int
+
+
+@dataclass(frozen=True)
+class NarrowPlan(BackwardPlan):
+    """Head dimensions up to 128. `main`: maps of q, k, v, dO, dQ (the accumulator), dK, dV, LSE and delta; pointers to
+    the arrays of rows.py and the turns. `after`: rounds dQ."""
+
+    template: BackwardTemplate
+    main: MappedLaunch
+    after: Launch
+    tiles: int
+
+
+@dataclass(frozen=True)
+class WidePlan(BackwardPlan):
+    """Head dimensions above 128. `queries`: maps of q, k, v, dO and dQ; pointers to LSE, delta and the arrays of
+    rows.py. `keys`: maps of q, k, v, dO, dK, dV, LSE and delta; pointers to the arrays of rows.py."""
+
+    templates: tuple[WideTemplate, WideTemplate]
+    queries: MappedLaunch
+    keys: MappedLaunch
+
+
+def backward_templates_of(call: Call) -> BackwardTemplate | tuple[WideTemplate, WideTemplate] | None:
+    """The backward instances for a call; None when there are none."""
+    dims = call.q[0][3], call.v[0][3]
+    softcap = call.softcap > 0
+    if max(dims) > 128:
+        return wide_templates(*dims, mask=call.mask(64), softcap=softcap)
+    return backward_template(*dims, mask=call.mask(128), softcap=softcap, deterministic=call.deterministic)
 
 
 @functools.lru_cache(maxsize=1024)
-def backward_plan(call: Call, do: tuple[Axes, Axes], dk: tuple[Axes, Axes], dv: tuple[Axes, Axes]) -> BackwardPlan:
-    """The plan of a backward; shape and strides of dO, dK and dV."""
-    template = backward_template_of(call)
-    assert template is not None, "the registry does not choose this back end for such a call"
-    (batch, seq_q, heads, head_dim), (_, seq_k, kv_heads, _) = call.q[0], call.k[0]
-    tiles = -(-seq_q // template.block_m)
-    accumulator = (batch, seq_q, heads, head_dim), (heads * seq_q * head_dim, head_dim, seq_q * head_dim, 1)
-    rows = rows_map(tiles * batch * heads, template.block_m)
-    together = _chunk(batch * kv_heads, _heads_of_a_chunk(template))
-    queries, keys = (template.block_m, template.qk_lanes), (template.block_n, template.qk_lanes)
-    values = template.block_n, template.v_lanes
-    return BackwardPlan(
-        template=template,
-        kernel=_loaded(template, call.dtype, call.device),
-        grid=(together, -(-seq_k // template.block_n), batch * kv_heads // together),
-        maps=(
-            tensor_map(*call.q, call.dtype, *queries),
-            tensor_map(*call.k, call.dtype, *keys),
-            tensor_map(*call.v, call.dtype, *values),
-            tensor_map(*do, call.dtype, template.block_m, template.v_lanes),
-            tensor_map(*accumulator, torch.float32, template.block_m, template.dq_lanes),
-            tensor_map(*dk, call.dtype, *keys),
-            tensor_map(*dv, call.dtype, *values),
-            rows,
-            rows,
-        ),
-        tiles=tiles,
-        sizes=(kv_heads, heads // kv_heads, seq_q, seq_k, *call.band()),
-        scales=(*call.scales(), call.scale),
+def backward_plan(
+    call: Call, out: Shaped, grad_out: Shaped, do: Shaped, dq: Shaped, dk: Shaped, dv: Shaped, *, grad_lse: bool
+) -> NarrowPlan | WidePlan:
+    """The plan of a backward. `do`: of the gradient as TMA reads it, `grad_out` itself or a copy of it."""
+    templates = backward_templates_of(call)
+    assert templates is not None, "the registry does not choose this back end for such a call"
+    wide = isinstance(templates, tuple)
+    template = templates[1] if isinstance(templates, tuple) else templates
+    batch, seq_q, heads, head_dim, seq_k, kv_heads = call.sizes
+    blocks = -(-seq_k // template.block_n)
+    padded_rows = -(-seq_q // PADDED) * PADDED if wide else -(-seq_q // template.block_m) * template.block_m
+    before = Launch(
+        prepare.before, (padded_rows // _ROWS_PER_PROGRAM * batch * heads,), torch.device("cuda", call.device),
+        (*[call.dtype] * 3, *[torch.float32] * 5, torch.int32),
+        (*_strides(out), *_strides(grad_out), grad_out[1][3], heads, seq_q, padded_rows, head_dim, out[0][3]),
+        {
+            "TILE": template.block_m, "ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim, "V_DIM": template.v_dim,
+            "HAS_GRAD_LSE": grad_lse, "COPY": do != grad_out, "ACCUMULATE": not wide,
+            "TURNS": not wide and call.deterministic,
+        },
+        num_warps=4,
+    )  # fmt: skip
+    queries, keys = (template.block_m, template.qk_dim), (template.block_n, template.qk_dim)
+    values, rows = (
+        (template.block_n, template.v_dim),
+        rows_map(padded_rows // template.block_m * batch * heads, template.block_m),
     )
+    inputs = (
+        tensor_map(*call.q, call.dtype, *queries),
+        tensor_map(*call.k, call.dtype, *keys),
+        tensor_map(*call.v, call.dtype, *values),
+        tensor_map(*do, call.dtype, template.block_m, template.v_dim),
+    )
+    gradients = tensor_map(*dk, call.dtype, *keys), tensor_map(*dv, call.dtype, *values)
+    numbers = kv_heads, heads // kv_heads, seq_q, seq_k, *call.band(blocks), *call.scales(), call.scale
+    together = _chunk(batch * kv_heads, 2 if template.masked and not call.deterministic else 4)
+    grid = together, blocks, batch * kv_heads // together
+    kernel = _loaded(template, call.dtype, call.device)
+    if isinstance(templates, tuple):
+        of_keys = MappedLaunch(kernel, grid, (*inputs, *gradients, rows, rows), numbers, template, call.device)
+        return WidePlan(before, padded_rows, templates, _wide_queries(call, templates[0], do, dq), of_keys)
+    accumulator = (batch, seq_q, heads, head_dim), (heads * seq_q * head_dim, head_dim, seq_q * head_dim, 1)
+    dq_map = tensor_map(*accumulator, torch.float32, template.block_m, templates.dq_lanes)
+    after = Launch(
+        prepare.after, (-(-seq_q // _ROWS_PER_PROGRAM) * batch * heads,), torch.device("cuda", call.device),
+        (torch.float32, call.dtype), (*_strides(dq), heads, seq_q, head_dim, call.scale),
+        {"ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim}, num_warps=4,
+    )  # fmt: skip
+    maps = *inputs, dq_map, *gradients, rows, rows
+    main = MappedLaunch(kernel, grid, maps, numbers, template, call.device)
+    return NarrowPlan(before, padded_rows, templates, main, after, padded_rows // template.block_m)
+
+
+def _wide_queries(call: Call, template: WideTemplate, do: Shaped, dq: Shaped) -> MappedLaunch:
+    batch, seq_q, heads, _, seq_k, kv_heads = call.sizes
+    tiles = -(-seq_q // template.block_m)
+    maps = (
+        tensor_map(*call.q, call.dtype, 64, template.qk_dim),
+        tensor_map(*call.k, call.dtype, template.block_n, template.qk_dim),
+        tensor_map(*call.v, call.dtype, template.block_n, template.v_dim),
+        tensor_map(*do, call.dtype, 64, template.v_dim),
+        tensor_map(*dq, call.dtype, 64, template.qk_dim),
+    )
+    sizes = batch, heads, heads // kv_heads, seq_q, seq_k, _heads_together(call)
+    numbers = *sizes, *call.band(tiles), *call.scales(), call.scale
+    kernel = _loaded(template, call.dtype, call.device)
+    return MappedLaunch(kernel, (tiles * batch * heads, 1, 1), maps, numbers, template, call.device)
+
+
+# ---------------------------------------------------------------------------------------------------- shared
 
 
 @functools.cache
-def _loaded(template: ForwardTemplate | BackwardTemplate, dtype: torch.dtype, device: int) -> Any:
+def _loaded(template: AnyTemplate, dtype: torch.dtype, device: int) -> Any:
     """The compiled kernel, one handle per device."""
-    if isinstance(template, ForwardTemplate):
-        return compile_instance(forward_instance(template, DTYPES[dtype]))
-    return compile_instance(backward_instance(template, DTYPES[dtype]))
+    return compile_instance(instance(template, DTYPES[dtype]))
 
 
-def _heads_together(call: Call, size: int) -> int:
-    """How many query heads run at the same time in the forward, so that their K and V stay in L2."""
-    (batch, seq_k, kv_heads, head_dim), v_head_dim = call.k[0], call.v[0][3]
-    bytes_per_head = seq_k * (head_dim + v_head_dim) * size
+def _strides(x: Shaped) -> tuple[int, int, int]:
+    """Of batch, head and row of a `[B, S, H, D]` tensor."""
+    of_batch, of_row, of_head, _ = x[1]
+    return of_batch, of_head, of_row
+
+
+def _heads_together(call: Call) -> int:
+    """How many query heads run at the same time where the queries stay, so that their K and V stay in L2."""
+    batch, _, heads, head_dim, seq_k, kv_heads = call.sizes
+    bytes_per_head = seq_k * (head_dim + call.v[0][3]) * call.dtype.itemsize
     together = 1
     while together * 2 * bytes_per_head <= _L2_BYTES_FOR_KEYS and together * 2 <= batch * kv_heads:
         together *= 2
-    return together * (call.q[0][2] // kv_heads)
-
-
-def _heads_of_a_chunk(template: BackwardTemplate) -> int:
-    """Key/value heads that run at the same time in the backward: causal GQA 32/8 at 8k 529 TFLOP/s with 2, 492 with
-    4."""
-    return 2 if template.masked and not template.deterministic else 4
+    return together * (heads // kv_heads)
 
 
 def _chunk(heads: int, wanted: int) -> int:
-    """The largest divisor of `heads` up to `wanted` that leaves at most 65535 chunks, the third axis of the grid;
-    else the smallest one."""
+    """The largest divisor of `heads` up to `wanted` that leaves at most 65535 chunks, the third axis of the grid; else
+    the smallest one. `wanted`: key/value heads that run together where the keys stay; causal GQA 32/8 at 8k had 529
+    TFLOP/s with 2, 492 with 4."""
     divisors = [n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= 65535]
     return max((n for n in divisors if n <= wanted), default=divisors[0])

@@ -1,9 +1,9 @@
 """The two memory-bound kernels around the backward, in plain Triton.
 
-`before`: delta = rowsum(dO * O) - dLSE and LSE in base 2, both padded to whole tiles; the float32 accumulator of dQ
-and the turn counters are zeroed; a dO that TMA cannot read is copied on the way.  Traffic: 2 rows v_dim elements
-read, 4 rows qk_dim bytes written. `after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes
-read, rows qk_dim elements written.
+`before`: delta = rowsum(dO * O) - dLSE and LSE in base 2, both padded to whole tiles; up to head_dim 128 the float32
+accumulator of dQ and the turn counters are zeroed; a dO that TMA cannot read is copied on the way.  Traffic: 2 rows
+v_dim elements read, 4 rows qk_dim bytes written.
+`after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes read, rows qk_dim elements written.
 """
 
 import triton
@@ -16,7 +16,7 @@ def before(
     out_b, out_h, out_s, grad_b, grad_h, grad_s, grad_lane,
     heads, rows, padded_rows, head_dim, v_head_dim,
     TILE: tl.constexpr, ROWS: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr, COPY: tl.constexpr, TURNS: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr, COPY: tl.constexpr, ACCUMULATE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (padded_rows / ROWS) * batch * heads. `lse_rows`, `delta_rows`: float32 [batch, heads, padded_rows].
 
@@ -46,13 +46,11 @@ def before(
     padded = head.to(tl.int64) * padded_rows + r
     tl.store(lse_rows + padded, tl.where(empty, float("inf"), log_sum * 1.4426950408889634))
     tl.store(delta_rows + padded, tl.where(empty, 0.0, delta))
-    q_lane = tl.arange(0, QK_DIM)
-    zero = tl.zeros((ROWS, QK_DIM), tl.float32)
-    tl.store(
-        accumulator + line[:, None] * head_dim + q_lane[None, :],
-        zero,
-        mask=inside[:, None] & (q_lane < head_dim)[None, :],
-    )
+    if ACCUMULATE:
+        q_lane = tl.arange(0, QK_DIM)
+        zero = tl.zeros((ROWS, QK_DIM), tl.float32)
+        here = inside[:, None] & (q_lane < head_dim)[None, :]
+        tl.store(accumulator + line[:, None] * head_dim + q_lane[None, :], zero, mask=here)
     if TURNS:  # noqa: SIM102 (decided at compile time; the next one is not)
         if row0 % TILE == 0:
             tl.store(turns + padded_row_tile(head, row0, padded_rows, TILE), 0)

@@ -22,7 +22,7 @@ from ..attention_problem import Visibility
 from ..launch import Launch
 from .rows_kernels import LABELS_HEAD, query_ranges, row_intervals, segment_order
 
-_PADDED = 128
+PADDED = 128
 """Rows and keys of the arrays are padded to multiples of this."""
 _CHUNK = 2048
 """Tokens of a program that looks at the order of the ids."""
@@ -47,15 +47,16 @@ class Rows:
     order: Tensor | None
     """Backward: `[·, tiles]`, the first block of keys that adds to a tile of queries."""
 
-    @property
-    def strides(self) -> tuple[int, int]:
-        """Elements from one batch to the next, of the rows and of the ranges; 0 where all share."""
-        return (self.low.shape[1], self.ranges.shape[1] * 4) if self.low.shape[0] > 1 else (0, 0)
-
 
 def by_rows(seen: Visibility) -> bool:
     """Whether only the data knows which keys are seen."""
     return seen.q_segments is not None or seen.mask is not None
+
+
+def batches(seen: Visibility) -> int:
+    """How many batches such a mask tells apart: 1 where all share it."""
+    sources = [x for x in (seen.q_segments, seen.k_segments, seen.mask) if x is not None]
+    return max(x.shape[0] for x in sources)
 
 
 def rows_of_forward(seen: Visibility, num_queries: int, num_keys: int, block_m: int, block_n: int) -> Rows:
@@ -76,7 +77,7 @@ def _rows(seen: Visibility, num_queries: int, num_keys: int, block_m: int, block
         q_ids, k_ids = seen.q_segments, seen.k_segments
     mask = None if seen.mask is None else seen.mask[:, 0, 0].expand(-1, num_keys).view(torch.uint8)
     sources = [x for x in (q_ids, k_ids, mask) if x is not None]
-    batch = max(x.shape[0] for x in sources)
+    batch = batches(seen)
     plan = _plan(
         *(None if x is None else (x.dtype, x.shape[0], x.stride()) for x in (q_ids, k_ids, mask)),
         sources[0].device, batch, num_queries, num_keys, block_m, block_n, seen.offset, seen.left, seen.right,
@@ -128,7 +129,7 @@ def _plan(
     has_positions: bool,
     forward: bool,
 ) -> _Plan:
-    rows, keys = (-(-n // _PADDED) * _PADDED for n in (num_queries, num_keys))
+    rows, keys = (-(-n // PADDED) * PADDED for n in (num_queries, num_keys))
     tiles, blocks = -(-num_queries // block_m), -(-num_keys // block_n)
     chunks = -(-max(num_queries, num_keys) // _CHUNK)
     dtypes = [torch.int32 if x is None else x[0] for x in (q_ids, k_ids, mask)]
@@ -157,14 +158,14 @@ def _plan(
             {
                 "DOCUMENTS": packed, **conditions, "HAS_POSITIONS": has_positions, "HAS_LEFT": left is not None,
                 "HAS_RIGHT": right is not None, "FORWARD": forward, "CHUNKS": 1 << (chunks - 1).bit_length(),
-                "BLOCK_M": block_m, "BLOCK_N": block_n, "PADDED": _PADDED,
+                "BLOCK_M": block_m, "BLOCK_N": block_n, "PADDED": PADDED,
             },
             num_warps=4,
         ),
         query_ranges=None if forward else Launch(
             query_ranges, (-(-blocks // _BLOCKS), batch), device, [int32] * 4,
             (num_queries, num_keys, tiles.bit_length()),
-            {"LABELS": not packed, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": _BLOCKS, "PADDED": _PADDED},
+            {"LABELS": not packed, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": _BLOCKS, "PADDED": PADDED},
             num_warps=1,
         ),
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Device code shared by the passes: softcap, and which blocks of the score matrix need a mask or no work at all.
 
 Every mask here is *one interval of keys per query*: `[low(row), high(row))`. Causality and the end of the keys give
-`high`, a window gives `low`, packed documents and padding give both. So a mask costs two comparisons with per-row values in the
-blocks that it cuts, and nothing in the others. In `band` form the interval is `[row + band_low, row + band_high]` cut
-to the keys there are; in `rows` form it is read from memory.
+`high`, a window gives `low`, packed documents and padding give both. So a mask costs two comparisons with per-row
+values in the blocks that it cuts, and nothing in the others. In `band` form the interval is `[row + band_low, row +
+band_high]` cut to the keys there are; in `rows` form it is read from memory.
 """
 
 from triton.experimental import gluon

@@ -68,6 +68,11 @@ class ForwardTemplate(Template):
         return 64 * self.warpgroups
 
     @property
+    def num_warps(self) -> int:
+        """Of a consumer's partition."""
+        return 4
+
+    @property
     def registers(self) -> int:
         """Per consumer thread after `setmaxnreg`; the load warp keeps 24."""
         return 240 if self.warpgroups == 2 else 160
@@ -91,40 +96,39 @@ class BackwardTemplate(Template):
     @property
     def split_dq(self) -> bool:
         """Each warpgroup owns half of the feature axis of dQ and hands it over on its own barrier (64-row tiles)."""
-        return self.block_m == 64 and not self.wide
-
-    @property
-    def wide(self) -> bool:
-        """Head dimensions above 128 have a kernel of their own, with the feature axis in parts of 128 lanes."""
-        return self.qk_dim > 128
-
-    @property
-    def qk_parts(self) -> int:
-        return self.qk_dim // 128
-
-    @property
-    def v_parts(self) -> int:
-        return self.v_dim // 128
-
-    @property
-    def qk_lanes(self) -> int:
-        """Lanes of q and k in one shared memory tile."""
-        return 128 if self.wide else self.qk_dim
-
-    @property
-    def v_lanes(self) -> int:
-        return 128 if self.wide else self.v_dim
+        return self.block_m == 64
 
     @property
     def dq_lanes(self) -> int:
         """Lanes of dQ in one reduce-add."""
-        return self.qk_dim // 2 if self.split_dq else self.qk_lanes
+        return self.qk_dim // 2 if self.split_dq else self.qk_dim
 
     @property
     def max_registers(self) -> int:
         """Per thread at launch: 8 compute warps (240 each after `setmaxnreg`) and a warpgroup for the load and dQ
         warps."""
         return 168
+
+
+@dataclass(frozen=True)
+class WideTemplate(Template):
+    """One instance of a backward kernel for head dimensions above 128: `wide_queries.py` (dQ; the queries stay), or
+    `wide_keys.py` (dK and dV; the keys stay). Both are two warpgroups and a load warp."""
+
+    keys_stay: bool
+    block_m: int
+    block_n: int
+    stages: int
+    num_warps: int
+    """Of a warpgroup's partition."""
+
+    @property
+    def max_registers(self) -> int:
+        """Per thread at launch: two warpgroups (240 each after `setmaxnreg`) and a warpgroup for the load warp."""
+        return 168
+
+
+AnyTemplate = ForwardTemplate | BackwardTemplate | WideTemplate
 
 
 @dataclass(frozen=True)
@@ -160,10 +164,13 @@ _FORWARD_TILES: dict[tuple[int, int, bool], Tile] = {
 _BACKWARD_TILES: dict[tuple[int, int], Tile] = {
     # (qk_dim, v_dim)
     (64, 64): Tile(64, 128, stages=2),  # causal 4k 1.03; with 128 queries, which spill, 0.93
-    (256, 128): Tile(64, 64, stages=2),
-    (256, 256): Tile(64, 64, stages=2),
     (128, 128): Tile(64, 128, stages=2),  # causal 1k / 4k / 16k 1.06 / 1.12 / 1.08, full 1.03 / 1.11 / 1.02
 }
+
+
+_WIDE_QUERIES = Tile(128, 64, stages=2)
+_WIDE_KEYS = Tile(64, 64, stages=2)
+"""Head dimensions above 128: what shared memory holds."""
 
 
 def padded_dim(dim: int) -> int | None:
@@ -210,3 +217,17 @@ def backward_template(
     if dims is None or tile is None:
         return None
     return BackwardTemplate(*dims, mask, softcap, deterministic, tile.block_m, tile.block_n, tile.stages, num_warps=8)
+
+
+def wide_templates(
+    head_dim: int, v_head_dim: int, *, mask: str, softcap: bool
+) -> tuple[WideTemplate, WideTemplate] | None:
+    """The instances for dQ, and for dK and dV, where a head dimension is above 128; else None."""
+    dims = _tile_dims(head_dim, v_head_dim)
+    if dims is None or dims[0] <= 128:
+        return None
+    queries, keys = (
+        WideTemplate(*dims, mask, softcap, keys_stay, tile.block_m, tile.block_n, tile.stages, num_warps=4)
+        for keys_stay, tile in ((False, _WIDE_QUERIES), (True, _WIDE_KEYS))
+    )
+    return queries, keys

@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_oracle import visible
 
-from fusion_pass.kernels.attention_ops import _problem
+from fusion_pass.kernels.attention_ops import problem_of
 from fusion_pass.kernels.hopper import _supports
 from fusion_pass.kernels.registry import Request
 
@@ -24,8 +24,9 @@ def test_band_is_the_mask(queries: int, keys: int, causal: str, window: tuple[in
 
     q, k = torch.empty(1, queries, 1, 8), torch.empty(1, keys, 1, 8)
     conditions = {"causal": causal, "window_left": window[0], "window_right": window[1]}
-    call = Call.of(_problem(q, k, k, **conditions))  # type: ignore[arg-type]
-    low, high = call.band()
+    call = Call.of(problem_of(q, k, k, **conditions))  # type: ignore[arg-type]
+    low, high, *strides = call.band(3)
+    assert strides == [0, 0]
     row, key = torch.arange(queries)[:, None], torch.arange(keys)
     assert torch.equal((key >= row + low) & (key <= row + high), visible(q, k, **conditions)[0, 0])
     expected = "band" if window[0] != -1 else "right" if causal != "none" or window[1] != -1 or keys % 4 else "none"

@@ -189,12 +189,12 @@ WIDE = {
 def run(inputs: Inputs, dtype: torch.dtype, *, deterministic: bool = False) -> Results:
     """Forward and gradients of the back end itself, so that `deterministic` is ours to choose; every buffer starts as
     NaN."""
-    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.attention_ops import problem_of
     from fusion_pass.kernels.hopper import launch
 
     q, k, v, *sinks = (leaf.detach() for leaf in inputs.leaves(dtype))
     with poisoned_memory():
-        problem = _problem(q, k, v, sinks=sinks[0] if sinks else None, **inputs.conditions)  # type: ignore[arg-type]
+        problem = problem_of(q, k, v, sinks=sinks[0] if sinks else None, **inputs.conditions)  # type: ignore[arg-type]
         problem = dataclasses.replace(problem, deterministic=deterministic)
         out, lse = launch.forward(problem, "bshd")
         names = ("dq", "dk", "dv", "dsinks")
@@ -220,9 +220,7 @@ def test_no_worse_than_eager(name: str, deterministic: bool, dtype: torch.dtype,
     assert_no_worse_than_eager(inputs, dtype, run(inputs, dtype, deterministic=deterministic))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MASKS if not name.startswith(("full", "top_left", "bottom_right"))]
-)
+@pytest.mark.parametrize("name", [name for name in MASKS if not name.startswith(("full", "top_left", "bottom_right"))])
 def test_head_dim_64_masks(name: str, device: torch.device) -> None:
     inputs = make_inputs(dataclasses.replace(CASES[name], head_dim=64, value_dim=64), torch.bfloat16, device)
     for deterministic in (False, True):
@@ -241,7 +239,7 @@ def test_wide_heads(name: str, deterministic: bool, device: torch.device) -> Non
 def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None:
     """A product that reads registers too late gives wrong integers now and then (triton 9433, 11781; flash-linear-
     attention 1262)."""
-    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.attention_ops import problem_of
     from fusion_pass.kernels.hopper import launch
 
     generator = torch.Generator(device=device).manual_seed(0)
@@ -255,7 +253,7 @@ def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None
         torch.zeros(2, 1024, 8, dim, device=device, dtype=torch.bfloat16),
         *(integers(2, 1024, 8, dim) for _ in range(3)),
     )
-    problem = _problem(q, k, v, causal=causal)
+    problem = problem_of(q, k, v, causal=causal)
     out, lse = launch.forward(problem, "bshd")
     expected = v.double().cumsum(1) if causal != "none" else v.double().sum(1, keepdim=True).expand(v.shape)
     count = torch.arange(1, 1025, device=device)[None, :, None, None] if causal != "none" else 1024
@@ -280,11 +278,11 @@ def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None
     ids=["full", "causal", "window"],
 )
 def test_deterministic_gradients_repeat(dim: int, conditions: Conditions, device: torch.device) -> None:
-    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.attention_ops import problem_of
     from fusion_pass.kernels.hopper import launch
 
     q, k, v, grad = (torch.randn(2, 2000, 12, dim, device=device, dtype=torch.bfloat16) for _ in range(4))
-    problem = _problem(q, k, v, deterministic=True, **conditions)  # type: ignore[arg-type]
+    problem = problem_of(q, k, v, deterministic=True, **conditions)  # type: ignore[arg-type]
     out, lse = launch.forward(problem, "bshd")
     first = launch.backward(problem, grad, None, out, lse, (True, True, True, False))
     for _ in range(50):
@@ -294,7 +292,7 @@ def test_deterministic_gradients_repeat(dim: int, conditions: Conditions, device
 
 def test_packed_qkv_in_place(device: torch.device) -> None:
     """q, k, v are views of one buffer, their gradients of another; what lies between is not touched (2541)."""
-    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.attention_ops import problem_of
     from fusion_pass.kernels.hopper import launch
 
     batch, rows, heads, kv_heads, dim = 2, 300, 4, 2, 128
@@ -311,7 +309,7 @@ def test_packed_qkv_in_place(device: torch.device) -> None:
         (parts(qkv), parts(packed[..., :width])),
         ([x.contiguous() for x in parts(qkv)], (None, None, None)),
     ):
-        problem = _problem(*tensors, causal="top_left", deterministic=True)
+        problem = problem_of(*tensors, causal="top_left", deterministic=True)
         out, lse = launch.forward(problem, "bhsd")
         results.append((out, lse, *launch.backward(problem, grad, None, out, lse, (True, True, True, False), into)[:3]))
     assert packed[..., width:].isnan().all()
@@ -322,7 +320,7 @@ def test_packed_qkv_in_place(device: torch.device) -> None:
 
 def test_misaligned_and_expanded_inputs(device: torch.device) -> None:
     """Tensor maps cannot read these in place (355, FlagGems 2338)."""
-    from fusion_pass.kernels.attention_ops import _problem
+    from fusion_pass.kernels.attention_ops import problem_of
     from fusion_pass.kernels.hopper import launch
 
     base = torch.randn(2, 200, 4 * 64 + 3, device=device, dtype=torch.bfloat16)[..., 3:].unflatten(2, (4, 64))
@@ -330,7 +328,7 @@ def test_misaligned_and_expanded_inputs(device: torch.device) -> None:
     expanded = torch.ones((), device=device, dtype=torch.bfloat16).expand(2, 200, 4, 64)
     results = []
     for q, k, grad in ((base, shared, expanded), (base.contiguous(), shared.contiguous(), expanded.contiguous())):
-        problem = _problem(q, k, k, causal="top_left", deterministic=True)
+        problem = problem_of(q, k, k, causal="top_left", deterministic=True)
         out, lse = launch.forward(problem, "bshd")
         results.append((out, lse, *launch.backward(problem, grad, None, out, lse, (True, True, True, False))[:3]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
