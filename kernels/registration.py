@@ -119,26 +119,26 @@ class Operator:
 
     def autograd(self, keyset: DispatchKeySet, *args: Tensor | None, **options: Any) -> Any:
         """The kernel of the autograd keys."""
+        args, values = self.padded(args), self.values(options)
+        below = keyset & torch._C._after_autograd_keyset
+        way: DispatchKeySet | Replay = below
+        if below.highestPriorityTypeId() in _BACKENDS:
+            way = self._replays.get((registry.generation(), call_key(args, values))) or below
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             assert self.function is not None
-            return self.function.apply(  # type: ignore[no-untyped-call]
-                keyset, self.values(options), *self.padded(args)
-            )
-        return self.below_autograd(keyset, args, options)
+            return self.function.apply(way, values, *args)  # type: ignore[no-untyped-call]
+        return self.run(way, values, args)
 
-    def below_autograd(self, keyset: DispatchKeySet, args: Sequence[Tensor | None], options: Mapping[str, Any]) -> Any:
-        """The results without a recorded gradient."""
-        rest = keyset & torch._C._after_autograd_keyset
-        if rest.highestPriorityTypeId() in _BACKENDS:
-            return self.forward(*args, **options)
-        with torch._C._AutoDispatchBelowAutograd():
-            return self.overload.redispatch(rest, *args, **options)
-
-    def run_recorded(self, way: DispatchKeySet | Replay, values: tuple[Any, ...], args: Sequence[Tensor | None]) -> Any:
-        """The results, within the forward of an autograd function. `way`: how the call came."""
+    def run(self, way: DispatchKeySet | Replay, values: tuple[Any, ...], args: Sequence[Tensor | None]) -> Any:
+        """The results, without a recorded gradient. `way`: the replay of an earlier call, or the dispatch keys that are
+        left."""
         if isinstance(way, Replay):
             return self._returned(way(args))
-        return self.below_autograd(way, args, dict(zip(self.defaults, values, strict=True)))
+        options = dict(zip(self.defaults, values, strict=True))
+        if way.highestPriorityTypeId() in _BACKENDS:
+            return self.forward(*args, **options)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload.redispatch(way, *args, **options)
 
     def values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """Of all options, in the schema's order, hashable. One that is left out has its default."""
@@ -204,7 +204,7 @@ def _differentiable(operator: Operator, backward: Operator, arguments: Different
         def forward(
             ctx: Any, way: DispatchKeySet | Replay, values: tuple[Any, ...], *args: Tensor | None
         ) -> Tensor | tuple[Tensor, ...]:
-            results: Tensor | tuple[Tensor, ...] = operator.run_recorded(way, values, args)
+            results: Tensor | tuple[Tensor, ...] = operator.run(way, values, args)
             needs = ctx.needs_input_grad
             ctx.mask = tuple([needs[i + 2] for i in indices])
             ctx.values = values
@@ -238,7 +238,7 @@ def _not_differentiable(operator: Operator, name: str) -> type[torch.autograd.Fu
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, way: DispatchKeySet | Replay, values: tuple[Any, ...], *args: Tensor | None) -> Any:
-            return tuple(operator.run_recorded(way, values, args))
+            return tuple(operator.run(way, values, args))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
