@@ -1,117 +1,362 @@
-"""Attention: our Triton kernels beside PyTorch's FlashAttention-2 and cuDNN, in one run on one card.
+"""Attention: our kernels beside PyTorch's and FlashAttention-4, interleaved in one run on one card.
 
-    python -m benchmarks.attention            # prints the table; writes benchmarks/results/attention-CARD.json
+    python -m benchmarks.attention              # the table; writes benchmarks/results/attention-CARD.json
+    python -m benchmarks.attention --every      # every length from 512 to 32768
+    python -m benchmarks.attention --plot benchmarks/results/attention-CARD.json
 
-TFLOP/s count 4 B H Sq Sk D for the forward and 2.5 times that for the backward, halved when causal, whatever a kernel
-really computes. q, k, v of 16k tokens are four times an H100's L2 cache.
+`ours` is `backend="hopper"`. Baselines: PyTorch's default (FlashAttention-2), cuDNN, our portable Triton kernels,
+FlexAttention (compiled; windows and documents), and FlashAttention-4 where `flash-attn-4` is installed
+(`pip install flash-attn-4`).
+
+TFLOP/s count 4 B H Sq Sk D for the forward (D the mean of q's and v's) and 2.5 times that for the backward, of the
+pairs that are seen, whatever a kernel really computes; the backward includes every kernel of it. Every implementation
+runs in a CUDA graph of its own; those that cannot be captured (cuDNN's backward) run call after call and are named
+with a star. In each round all implementations take their turn; medians over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
+import json
+import statistics
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.timing import RESULTS, Row, graph_time, side_stream, write_results
+from benchmarks.timing import RESULTS, Row, side_stream, write_results
 from fusion_pass.kernels import attention
 
-BASELINES = {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+ROUNDS = 7
+LEAST_US = 3000.0
+"""Of one implementation's turn."""
 
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a call; `window`: keys before the diagonal that are seen; `documents`: equal ones, packed."""
+
     batch: int
     tokens: int
     heads: int
     kv_heads: int
     head_dim: int
     causal: bool
+    v_head_dim: int = 0
+    window: int = -1
+    documents: int = 1
+    deterministic: bool = False
+    """Measure the reproducible backward too."""
+    triton: bool = False
+    """Measure our Triton kernels too."""
 
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads}" if self.heads != self.kv_heads else f"{self.heads}"
         kind = "causal" if self.causal else "full"
-        return f"hd{self.head_dim} {kind} {self.batch} x {self.tokens} tokens, {heads} heads"
+        dims = f"{self.head_dim}" if not self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        more = f", window {self.window}" if self.window >= 0 else ""
+        more += f", {self.documents} documents" if self.documents > 1 else ""
+        return f"hd{dims} {kind} {self.batch} x {self.tokens} tokens, {heads} heads{more}"
+
+    @property
+    def plain(self) -> bool:
+        """PyTorch's call can say it."""
+        return self.window < 0 and self.documents == 1
+
+    def pairs(self) -> float:
+        """Pairs of a query and a key that it sees, of one head. Half of the square if causal, as the field counts."""
+        length = self.tokens / self.documents
+        every = self.documents * length**2 / (2 if self.causal else 1)
+        return every if self.window < 0 else min(every, self.tokens * (self.window + 1.0))
 
     def tflop(self, backward: bool) -> float:
-        forward = 4 * self.batch * self.heads * self.tokens**2 * self.head_dim / (2 if self.causal else 1)
-        return forward * (2.5 if backward else 1) / 1e12
+        """Of one call."""
+        dims = self.head_dim + (self.v_head_dim or self.head_dim)
+        return 2 * self.batch * self.heads * self.pairs() * dims * (2.5 if backward else 1) / 1e12
 
 
-SHAPES = [
-    Shape(16384 // tokens, tokens, 2048 // head_dim, 2048 // head_dim, head_dim, causal)
-    for head_dim in (64, 128)
-    for causal in (True, False)
-    for tokens in (1024, 4096, 16384)
-] + [
-    Shape(4, 4096, 8, 8, 256, True),
-    Shape(2, 8192, 32, 8, 128, True),
-    Shape(1, 16384, 32, 8, 128, True),
-]
+def shapes(lengths: tuple[int, ...]) -> list[Shape]:
+    """16k tokens, hidden size 2048, at every length; and single ones of other kinds."""
+    square = [
+        Shape(max(1, 16384 // tokens), tokens, 2048 // head_dim, 2048 // head_dim, head_dim, causal,
+              deterministic=head_dim == 128 and tokens == 4096, triton=head_dim == 128 and tokens == 4096)
+        for head_dim in (64, 128, 256)
+        for causal in (True, False)
+        for tokens in lengths
+    ]  # fmt: skip
+    return [
+        *square,
+        Shape(4, 4096, 16, 16, 192, True, v_head_dim=128),
+        Shape(2, 8192, 32, 8, 128, True),
+        Shape(2, 8192, 64, 8, 128, True),
+        Shape(1, 4096, 32, 1, 128, True),
+        Shape(1, 16384, 32, 8, 128, True, window=1023, triton=True),
+        Shape(1, 16384, 32, 8, 128, True, documents=8, triton=True),
+    ]
 
 
 def tensors(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v (leaves) and the gradient of the result, [B, S, H, D]."""
+    v_head_dim = shape.v_head_dim or shape.head_dim
 
-    def normal(heads: int) -> Tensor:
-        return torch.randn(shape.batch, shape.tokens, heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    def normal(heads: int, dim: int) -> Tensor:
+        return torch.randn(shape.batch, shape.tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
 
-    q, k, v = (normal(heads).requires_grad_() for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
-    return q, k, v, normal(shape.heads)
-
-
-def implementations(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
-    causal = "top_left" if shape.causal else "none"
-
-    def ours() -> Tensor:
-        return attention(q, k, v, causal=causal, backend="triton")[0]
-
-    def pytorch(backend: SDPBackend) -> Tensor:
-        with sdpa_kernel(backend):
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            grouped = shape.heads != shape.kv_heads
-            return scaled_dot_product_attention(*heads_first, is_causal=shape.causal, enable_gqa=grouped).transpose(
-                1, 2
-            )
-
-    return {"ours": ours} | {name: (lambda b=backend: pytorch(b)) for name, backend in BASELINES.items()}
+    sizes = (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, v_head_dim)
+    q, k, v = (normal(*size).requires_grad_() for size in sizes)
+    return q, k, v, normal(shape.heads, v_head_dim)
 
 
-def compare(shapes: list[Shape]) -> list[Row]:
+def options_of(shape: Shape) -> dict[str, Any]:
+    """Arguments of `attention`. Documents are segment ids, as the pass finds them in a packed batch."""
+    options: dict[str, Any] = {"causal": "top_left" if shape.causal else "none", "window_left": shape.window}
+    if shape.documents > 1:
+        length = shape.tokens // shape.documents
+        options["q_segment_ids"] = torch.arange(shape.tokens, device="cuda").div(length, rounding_mode="floor")[None]
+    return options
+
+
+# ---------------------------------------------------------------------------------------------------- implementations
+
+Call = Callable[[], Tensor]
+
+
+def implementations(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
+    """Forward calls by name; the backward is autograd's."""
+    options = options_of(shape)
+
+    def ours(backend: str, **more: Any) -> Tensor:
+        return attention(q, k, v, **options, **more, backend=backend)[0]
+
+    calls: dict[str, Call] = {"ours": partial(ours, "hopper")}
+    if shape.deterministic:
+        calls["ours, deterministic"] = partial(ours, "hopper", deterministic=True)
+    if shape.triton:
+        calls["our Triton kernels"] = partial(ours, "triton")
+    if shape.plain:
+        for name, backend in (("pytorch", None), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+            calls[name] = partial(_pytorch, shape, q, k, v, backend)
+    else:
+        calls["flex"] = _flex(shape, q, k, v)
+    if importlib.util.find_spec("flash_attn") is not None and shape.documents == 1:
+        calls["flash-attn-4"] = partial(_flash_attention_4, shape, q, k, v)
+    return calls
+
+
+def _pytorch(shape: Shape, q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Tensor:
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    options: dict[str, Any] = {"is_causal": shape.causal, "enable_gqa": shape.heads != shape.kv_heads}
+    if backend is None:
+        return scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
+
+
+def _flex(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length = shape.tokens // shape.documents
+
+    def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        result = (query // length) == (key // length)
+        if shape.causal:
+            result = result & (key <= query)
+        return result & (query - key <= shape.window) if shape.window >= 0 else result
+
+    mask = create_block_mask(seen, None, None, shape.tokens, shape.tokens, device="cuda")
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def call() -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = compiled(*heads_first, block_mask=mask, enable_gqa=shape.heads != shape.kv_heads)
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _flash_attention_4(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flash_attn.cute import flash_attn_func
+
+    window = (None, None) if shape.window < 0 else (shape.window, 0)
+    result = flash_attn_func(q, k, v, causal=shape.causal, window_size=window)
+    return result[0] if isinstance(result, tuple) else result
+
+
+# ---------------------------------------------------------------------------------------------------- timing
+
+
+@dataclass
+class Turn:
+    """One implementation: a graph of one call, or the call itself."""
+
+    run: Callable[[], object]
+    captured: bool
+    repeats: int
+
+    @classmethod
+    def of(cls, call: Callable[[], object]) -> Turn:
+        """Warm up and capture `call`."""
+        stream = torch.cuda.current_stream()
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                call()
+            turn = cls(graph.replay, True, 1)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            turn = cls(call, False, 1)
+        turn.repeats = max(2, int(LEAST_US / max(turn.time(), 1.0)))
+        return turn
+
+    def time(self) -> float:
+        """Microseconds of one call."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.run()
+        start.record()
+        for _ in range(self.repeats):
+            self.run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / self.repeats
+
+
+def interleaved(calls: dict[str, Callable[[], object]]) -> dict[str, tuple[float, float]]:
+    """Median and (largest - smallest) / median of every implementation, in microseconds; a star after the name of one
+    that could not be captured. One that does not run at all is left out, with a line that says why."""
+    turns: dict[str, Turn] = {}
+    for name, call in calls.items():
+        try:
+            turn = Turn.of(call)
+        except (RuntimeError, ImportError, TypeError, ValueError) as error:
+            if name == "ours":
+                raise
+            print(f"    {name}: {str(error).splitlines()[0][:100]}")
+            continue
+        turns[name if turn.captured else f"{name}*"] = turn
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(ROUNDS):
+        for name, turn in turns.items():
+            times[name].append(turn.time())
+    return {name: (statistics.median(x), (max(x) - min(x)) / statistics.median(x)) for name, x in times.items()}
+
+
+def compare(cases: list[Shape]) -> list[Row]:
     """One row a shape and pass, in TFLOP/s."""
     rows = []
-    for shape in shapes:
+    for shape in cases:
         q, k, v, grad = tensors(shape)
         forwards = implementations(shape, q, k, v)
-        outs = {name: call() for name, call in forwards.items()}
-        backwards = {
+        outs: dict[str, Tensor] = {}
+        for name, call in list(forwards.items()):
+            try:
+                outs[name] = call()
+            except (RuntimeError, ImportError, TypeError, ValueError) as error:
+                if name == "ours":
+                    raise
+                print(f"    {name}: {str(error).splitlines()[0][:100]}")
+                del forwards[name]
+        backwards: dict[str, Callable[[], object]] = {
             name: partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True) for name, out in outs.items()
         }
         for name, calls in (("forward", forwards), ("backward", backwards)):
-            times = {who: graph_time([call]) for who, call in calls.items()}
+            times = interleaved(dict(calls))
             work = shape.tflop(name == "backward")
-            rates = {who: round(work / (t.median * 1e-6), 1) for who, t in times.items()}
-            spreads = {who: round(t.spread / t.median, 4) for who, t in times.items()}
-            ours, spread = rates.pop("ours"), spreads.pop("ours")
-            rows.append(Row(str(shape), name, "TFLOP/s", ours, rates, spread, baseline_spreads=spreads))
-            against = "  ".join(f"{who} {rate:5.0f} ({ours / rate:.2f})" for who, rate in rates.items())
-            print(f"{shape!s:44} {name:8} ours {ours:5.0f}  {against}  +-{50 * spread:.1f}%", flush=True)
+            rates = {who: round(work / (median * 1e-6), 1) for who, (median, _) in times.items()}
+            spreads = {who: round(spread, 4) for who, (_, spread) in times.items()}
+            ours = next(who for who in rates if who.rstrip("*") == "ours")
+            rate, spread = rates.pop(ours), spreads.pop(ours)
+            rows.append(Row(str(shape), name, "TFLOP/s", rate, rates, spread, baseline_spreads=spreads))
+            against = "  ".join(f"{who} {other:.0f} ({rate / other:.2f})" for who, other in rates.items())
+            print(f"{shape!s:52} {name:8} {ours} {rate:4.0f}  {against}  spread {100 * spread:.0f}%", flush=True)
     return rows
+
+
+# ---------------------------------------------------------------------------------------------------- compilation
+
+
+def _once(shape: Shape) -> None:
+    """Run our kernels once, so that Triton's disk cache has them."""
+    small = Shape(1, 256, shape.heads, shape.kv_heads, shape.head_dim, shape.causal, shape.v_head_dim, shape.window,
+                  2 if shape.documents > 1 else 1, shape.deterministic, shape.triton)  # fmt: skip
+    q, k, v, grad = tensors(small)
+    for name, call in implementations(small, q, k, v).items():
+        if name.startswith("our"):
+            torch.autograd.grad(call(), (q, k, v), grad)
+
+
+def compile_first(cases: list[Shape], processes: int) -> None:
+    """Compile the kernels of all cases side by side."""
+    kinds = {
+        (s.heads > s.kv_heads, s.head_dim, s.v_head_dim, s.causal, s.window >= 0, s.documents > 1, s.deterministic): s
+        for s in cases
+    }
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_once, kinds.values()))
+
+
+# ---------------------------------------------------------------------------------------------------- plot
+
+
+def plot(path: Path) -> Path:
+    """Bars of TFLOP/s, one panel a pass, beside the result file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    record = json.loads(path.read_text())
+    figure, axes = pyplot.subplots(1, 2, figsize=(16, 0.32 * len(record["rows"]) + 2), squeeze=False)
+    for axis, name in zip(axes[0], ("forward", "backward"), strict=True):
+        rows = [row for row in record["rows"] if row["pass"] == name][::-1]
+        who = list(dict.fromkeys(itertools.chain(["ours"], *(row["baselines"] for row in rows))))
+        height = 0.8 / len(who)
+        for index, implementation in enumerate(who):
+            places = [
+                (place - index * height, row["ours"] if implementation == "ours" else row["baselines"][implementation])
+                for place, row in enumerate(rows)
+                if implementation == "ours" or implementation in row["baselines"]
+            ]
+            axis.barh(*zip(*places, strict=True), height=height, label=implementation)
+        axis.set_yticks([place - 0.3 for place in range(len(rows))], [row["case"] for row in rows], fontsize=7)
+        axis.set_title(name)
+        axis.set_xlabel(f"TFLOP/s, {record['card']}")
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    target = path.with_suffix(".png")
+    figure.savefig(target, dpi=120)
+    return target
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument("--every", action="store_true", help="every length from 512 to 32768, instead of 1k, 4k, 16k")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--processes", type=int, default=12, help="that compile at the same time")
+    parser.add_argument("--plot", type=Path, help="draw this result file instead of measuring")
     arguments = parser.parse_args()
+    if arguments.plot is not None:
+        print(plot(arguments.plot))
+        return
     torch.manual_seed(0)
+    lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768) if arguments.every else (1024, 4096, 16384)
+    cases = [shape for shape in shapes(lengths) if arguments.only in str(shape)]
+    compile_first(cases, arguments.processes)
     with side_stream():
-        rows = compare(SHAPES)
+        rows = compare(cases)
     write_results("attention", rows, folder=arguments.output)
 
 
