@@ -214,7 +214,7 @@ def _check_documents(cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Ten
         check_device(name, cu, q.device)
 
 
-def _problem(
+def problem_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -257,7 +257,7 @@ def _problem(
 _TENSORS = ("q", "k", "v", "mask", "sinks", "q_segment_ids", "k_segment_ids", "cu_seqlens_q", "cu_seqlens_k")
 
 
-def _choose(
+def choose_backend(
     op: str, backend: str, tensors: Sequence[Tensor | None], grad_lse: Tensor | None, options: dict[str, Any]
 ) -> AttentionBackend:
     """The named back end, or the first that serves the call (`reference` if no other does)."""
@@ -291,15 +291,15 @@ def _forward(
     *tensors: Tensor | None, out_order: str = "bshd", backend: str = "auto", **options: Any
 ) -> tuple[Tensor, Tensor]:
     one_of("out_order", out_order, OUT_ORDERS)
-    problem = _problem(*tensors, **options)  # type: ignore[arg-type]
-    return _choose("attention", backend, tensors, None, _with_defaults(options)).forward(problem, out_order)
+    problem = problem_of(*tensors, **options)  # type: ignore[arg-type]
+    return choose_backend("attention", backend, tensors, None, with_defaults(options)).forward(problem, out_order)
 
 
 def _forward_fake(
     *tensors: Tensor | None, out_order: str = "bshd", backend: str = "auto", **options: Any
 ) -> tuple[Tensor, Tensor]:
     one_of("out_order", out_order, OUT_ORDERS)
-    problem = _problem(*tensors, **options)  # type: ignore[arg-type]
+    problem = problem_of(*tensors, **options)  # type: ignore[arg-type]
     return problem.empty_out(out_order), problem.empty_lse()
 
 
@@ -313,8 +313,8 @@ def _backward(
     backend: str = "auto",
     **options: Any,
 ) -> list[Tensor]:
-    problem = _problem(*tensors, **options)  # type: ignore[arg-type]
-    kernel = _choose("attention_backward", backend, tensors, grad_lse, _with_defaults(options))
+    problem = problem_of(*tensors, **options)  # type: ignore[arg-type]
+    kernel = choose_backend("attention_backward", backend, tensors, grad_lse, with_defaults(options))
     gradients = kernel.backward(problem, grad_out, grad_lse, out, lse, output_mask)
     return [g.contiguous() for g in gradients if g is not None]
 
@@ -332,7 +332,8 @@ def _backward_fake(
     return [x.new_empty(x.shape) for x, needed in zip(inputs, output_mask, strict=True) if needed and x is not None]
 
 
-def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Every option, those left out at their defaults."""
     defaults = {"scale": None, "causal": "none", "window_left": -1, "window_right": -1, "softcap": 0.0}
     return {**defaults, "deterministic": False, **options}
 

@@ -22,6 +22,9 @@ ORDER = ("hopper", "sdpa", "triton", "cuda", "ascend", "ascend_packed", "ascend_
 
 NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope"})
 
+JOINED_OP = "norm_rope_attention"
+"""Has no kernel of its own but those of its parts (`block.py`)."""
+
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -139,6 +142,8 @@ def choose(request: Request, allow_reference: bool = False, only: Iterable[str] 
     `only` restricts the choice to kernels of these names (then the cost gate is not asked: they were named).
     """
     names = None if only is None else set(only)
+    if request.op == JOINED_OP:
+        return _choose_parts(request, allow_reference, names)
     reasons: dict[str, str] = {}
     for kernel in kernels(request.op):
         if names is not None and kernel.name not in names:
@@ -151,6 +156,18 @@ def choose(request: Request, allow_reference: bool = False, only: Iterable[str] 
             return Choice(kernel, reasons)
         reasons[kernel.name] = reason
     return Choice(None, reasons)
+
+
+def _choose_parts(request: Request, allow_reference: bool, names: set[str] | None) -> Choice:
+    """A kernel for each of the operators that a joined one stands for, named as in "triton+hopper"."""
+    from .block import parts  # which registers operators that use this module
+
+    choices = [choose(part, allow_reference, names) for part in parts(request)]
+    found = [choice.kernel.name for choice in choices if choice.kernel is not None]
+    if len(found) < len(choices):
+        return Choice(None, {name: reason for choice in choices for name, reason in choice.reasons.items()})
+    name = found[0] if len(set(found)) == 1 else "+".join(found)
+    return Choice(Kernel(name, frozenset({JOINED_OP}), load=lambda: None, available=lambda: None), {})
 
 
 @dataclass(frozen=True)

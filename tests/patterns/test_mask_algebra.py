@@ -198,7 +198,7 @@ def test_random_masks(lengths: tuple[int, int], dynamic: bool | None) -> None:
         mask = known[node.name]
         _check_formula(reader.read(node, output), mask, known, draw)
         proofs += _check_proof(reader, node, output, frame, lengths, mask, known)
-    assert proofs >= 4
+    assert proofs >= 2
 
 
 def _frame(q_ids: fx.Node, k_ids: fx.Node) -> Frame:
