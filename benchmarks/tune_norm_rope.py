@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from unittest import mock
@@ -28,38 +28,39 @@ Variant = tuple[str, Tiles]
 """Direction and tiles."""
 
 
-def variants(shape: Shape, directions: Sequence[str]) -> Iterator[Variant]:
-    """Candidates around the measured optimum: 16 or 32 elements a thread forward, 8 or 16 backward."""
+def variants(shape: Shape, direction: str, tokens: int) -> Iterator[Tiles]:
+    """Candidates around the measured optimum: 16 or 32 elements a thread forward, 8 or 16 backward; fewer where there
+    are few tokens."""
     lanes = next_power_of_2(shape.head_dim)
     k = min(8, next_power_of_2(shape.kv_heads))
+    backward = direction == "backward"
     if shape.norm_scope == "hidden":
         heads, kv_heads = next_power_of_2(shape.heads), next_power_of_2(shape.kv_heads)
         for warps in (2, 4, 8, 16):
             elements = heads * lanes // (32 * warps)
-            if elements > 64:
-                continue
-            yield from ((d, Tiles(1, heads, kv_heads, k, warps)) for d in directions if d != "backward")
-            if "backward" in directions and elements <= 32:
-                for resident in (16, 20, 24, 32):
+            if not backward and elements <= 64:
+                yield Tiles(1, heads, kv_heads, k, warps)
+            elif backward and elements <= 32:
+                for resident in (16, 24, 32):
                     if resident % warps == 0:
-                        yield "backward", Tiles(1, heads, kv_heads, k, warps, resident // warps)
+                        yield Tiles(1, heads, kv_heads, k, warps, resident // warps)
         return
-    for heads in sorted({2, 4, 8, k}):
-        for elements, warps in ((16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4)):
-            tokens = elements * 32 * warps // (heads * lanes)
-            if tokens:
-                tiles = Tiles(tokens, heads, min(heads, k), min(heads, k), warps)
-                yield from ((d, tiles) for d in directions if d != "backward")
-        for elements, warps, resident, registers in (
-            (8, 2, 24, None), (8, 4, 20, None), (8, 4, 24, None), (8, 4, 32, 64), (8, 8, 24, None),
-            (16, 2, 16, 128), (16, 4, 16, None), (16, 4, 16, 128), (16, 8, 16, 128), (16, 4, 12, None),
-        ):  # fmt: skip
-            tokens = elements * 32 * warps // (heads * lanes)
-            if tokens and "backward" in directions:
-                yield (
-                    "backward",
-                    Tiles(tokens, heads, min(heads, k), min(heads, k), warps, resident // warps, registers),
-                )
+    small = tokens * shape.heads * lanes < 2**22
+    # (elements a thread, warps, resident warps, registers)
+    sizes = [(8, 4, 24, None), (8, 4, 32, 64), (16, 4, 16, 128), (16, 8, 16, 128)]
+    if not backward:
+        sizes = [(16, 4, 0, None), (32, 4, 0, None), (32, 8, 0, None)]
+    if small:
+        sizes += [(8, 1, 16, None), (8, 2, 16, None), (4, 4, 16, None)]
+    seen = set()
+    for heads in (2, 4, 8):
+        for elements, warps, resident, registers in sizes:
+            block = min(elements * 32 * warps // (heads * lanes), next_power_of_2(tokens))
+            # A block that was cut keeps its warps: fewer elements a thread.
+            if block and block * heads * lanes >= 64 * warps:
+                smaller = min(heads, k)
+                seen.add(Tiles(block, heads, smaller, smaller, warps, resident // warps, registers))
+    yield from seen
 
 
 @contextmanager
@@ -86,31 +87,29 @@ def call(shape: Shape, variant: Variant, tokens: int, sets: int) -> list[object]
     ]
 
 
-def compile_variant(job: tuple[Shape, Variant]) -> None:
+def compile_variant(job: tuple[Shape, Variant, int]) -> None:
     """Put the variant's binaries into Triton's cache on disk."""
-    shape, variant = job
+    shape, variant, tokens = job
     with tiled(variant), torch.set_grad_enabled(variant[0] != "forward"):
-        call(shape, variant, 1024, 1)[0]()
+        call(shape, variant, min(tokens, 1024), 1)[0]()
 
 
-def time_shape(shape: Shape, tokens: int, found: Sequence[Variant], bandwidth: float) -> None:
+def time_shape(shape: Shape, direction: str, tokens: int, bandwidth: float) -> None:
     """Print the best variants of one shape."""
-    table: dict[str, list[tuple[float, Variant]]] = {}
-    count = sets_for(shape.least_bytes(tokens, "forward"), most=8)
-    for direction in dict.fromkeys(d for d, _ in found):
-        least = shape.least_bytes(tokens, direction)
-        calls = call(shape, (direction, found[0][1]), tokens, count)
-        for variant in (v for v in found if v[0] == direction):
-            with tiled(variant), torch.set_grad_enabled(direction != "forward"):
-                median = graph_time(calls, replays=7, least_us=500).median
-                table.setdefault(direction, []).append((least / median / bandwidth, variant))
-        del calls
-        entries = sorted(table[direction], key=lambda entry: -entry[0])
-        shown = " | ".join(
-            f"{100 * share:.1f} {t.tokens}x{t.q_heads}/{t.k_heads} w{t.warps} p{t.programs} r{t.registers}"
-            for share, (_, t) in entries[:6]
-        )
-        print(f"{shape.name}, {tokens} tokens, {direction}: {shown} | worst {100 * entries[-1][0]:.1f}", flush=True)
+    found = list(variants(shape, direction, tokens))
+    least = shape.least_bytes(tokens, direction)
+    calls = call(shape, (direction, found[0]), tokens, sets_for(least, most=16))
+    table = []
+    for tiles in found:
+        with tiled((direction, tiles)), torch.set_grad_enabled(direction != "forward"):
+            table.append((graph_time(calls, replays=7, least_us=500).median, tiles))
+    table.sort(key=lambda entry: entry[0])
+    shown = " | ".join(
+        f"{100 * least / t / bandwidth:.1f} ({t:.2f} us) {x.tokens}x{x.q_heads}/{x.k_heads} w{x.warps} p{x.programs} "
+        f"r{x.registers}"
+        for t, x in table[:5]
+    )
+    print(f"{shape.name}, {tokens} tokens, {direction}: {shown} | worst {table[-1][0]:.2f} us", flush=True)
 
 
 def main() -> None:
@@ -121,15 +120,22 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=14)
     arguments = parser.parse_args()
     start = time.perf_counter()
-    shapes = [shape for shape in SHAPES if arguments.only is None or shape.name in arguments.only]
-    jobs = [(shape, variant) for shape in shapes for variant in variants(shape, arguments.directions)]
+    cases = [
+        (shape, direction, tokens)
+        for tokens in arguments.tokens
+        for shape in SHAPES
+        for direction in arguments.directions
+        # Without v to copy a forward in training is the forward.
+        if (arguments.only is None or shape.name in arguments.only)
+        and (shape.packed or direction != "forward (training)")
+    ]
+    jobs = [(s, (d, tiles), tokens) for s, d, tokens in cases for tiles in variants(s, d, tokens)]
     with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_variant, jobs))
+        list(pool.map(compile_variant, jobs, chunksize=2))
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth / 1e3:.0f} GB/s, {len(jobs)} variants, {time.perf_counter() - start:.0f} s", flush=True)
-    for tokens in arguments.tokens:
-        for shape in shapes:
-            time_shape(shape, tokens, [variant for s, variant in jobs if s is shape], bandwidth)
+    for case in cases:
+        time_shape(*case, bandwidth)
 
 
 if __name__ == "__main__":
