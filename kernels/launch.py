@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from triton.runtime import JITFunction, driver
 Grid = tuple[int, ...]
 
 _ALIGNMENT = 16
+_RUNTIME = knobs.runtime
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -90,8 +93,21 @@ class Launch:
         """Launch on the current stream of the device. `addresses`: one a pointer."""
         if self._index >= 0 and _current_device() != self._index:
             with torch.cuda.device(self._index):
-                return self._launch(addresses)
-        return self._launch(addresses)
+                self.here(addresses)
+        else:
+            self.here(addresses)
+
+    def here(self, addresses: Sequence[int]) -> None:
+        """`__call__` where the device is the current one already."""
+        aligned = reduce(or_, addresses) % _ALIGNMENT == 0
+        if aligned:
+            run = self._aligned
+        else:
+            run = self._variants.get(tuple(address % _ALIGNMENT == 0 for address in addresses))
+        if run is None or _hooked(self._kernel):
+            self._through_triton(addresses, aligned)
+        else:
+            run(addresses)
 
     def on(self, tensors: Sequence[Tensor]) -> None:
         """`__call__` with the tensors' addresses. Triton's interpreter needs the tensors."""
@@ -100,23 +116,10 @@ class Launch:
         else:
             self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
 
-    def _launch(self, addresses: Sequence[int]) -> None:
-        bits = 0
-        for address in addresses:
-            bits |= address
-        if bits % _ALIGNMENT == 0:
-            run = self._aligned
-        else:
-            run = self._variants.get(tuple(address % _ALIGNMENT == 0 for address in addresses))
-        if run is None or _hooked(self._kernel):
-            self._through_triton(addresses, aligned=bits % _ALIGNMENT == 0)
-        else:
-            run(addresses, self._tail)
-
     def _through_triton(self, addresses: Sequence[int], aligned: bool) -> None:
         pointers = map(Address, addresses, self._dtypes)
         compiled = self._kernel[self._grid](*pointers, *self._numbers, **self._constants, **self._options)
-        run = _direct_launch(compiled, self._grid, self._index) if self.repeatable else None
+        run = _direct_launch(compiled, self._grid, self._index, self._tail) if self.repeatable else None
         if run is None:
             return
         if aligned:
@@ -128,7 +131,7 @@ class Launch:
 def compiled_launch(compiled: Any, grid: Grid, device: torch.device) -> Callable[..., None]:
     """`compiled[grid]` of a compiled kernel that is loaded on `device`, to be kept: called with all of the kernel's
     arguments, in order. For kernels that are compiled by hand (`triton.compile`)."""
-    run = _direct_launch(compiled, grid, device.index)
+    run = _direct_launch(compiled, grid, device.index, ())
 
     def launch(*arguments: Any) -> None:
         if _current_device() != device.index:
@@ -137,13 +140,14 @@ def compiled_launch(compiled: Any, grid: Grid, device: torch.device) -> Callable
         elif run is None or _hooked(None):
             compiled[grid](*arguments)
         else:
-            run(arguments, ())
+            run(arguments)
 
     return launch
 
 
-def _direct_launch(compiled: Any, grid: Grid, index: int) -> Callable[..., None] | None:
-    """A function that launches with (arguments, more arguments), or None where this Triton's launcher is another."""
+def _direct_launch(compiled: Any, grid: Grid, index: int, tail: Sequence[Any]) -> Callable[..., None] | None:
+    """A function that launches with the arguments it is given and `tail` after them, or None where this Triton's
+    launcher is another."""
     if driver.active.get_current_target().backend != "cuda":
         return None
     run = getattr(compiled, "run", None)
@@ -153,16 +157,14 @@ def _direct_launch(compiled: Any, grid: Grid, index: int) -> Callable[..., None]
     x, y, z = (*grid, 1, 1)[:3]
     current_stream = driver.active.get_current_stream
 
-    def launch(arguments: Sequence[Any], more: Sequence[Any]) -> None:
-        run(x, y, z, current_stream(index), function, metadata, None, None, None, *arguments, *more)
+    def launch(arguments: Sequence[Any]) -> None:
+        run(x, y, z, current_stream(index), function, metadata, None, None, None, *arguments, *tail)
 
     return launch
 
 
 def _hooked(kernel: Any) -> bool:
     """Someone wants to see every launch as Triton makes it."""
-    runtime = knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):  # a chain of hooks, or one function
-            return True
-    return bool(getattr(kernel, "pre_run_hooks", None))
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    # A hook is a chain of functions, or one function.
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or getattr(kernel, "pre_run_hooks", 0))

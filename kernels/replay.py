@@ -29,8 +29,8 @@ class Launchable(Protocol):
     repeatable: bool
     """False where a launch needs more than addresses (an interpreter)."""
 
-    def __call__(self, addresses: Sequence[int]) -> None:
-        """Launch on the current stream."""
+    def here(self, addresses: Sequence[int]) -> None:
+        """Launch on the current stream of the current device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +110,12 @@ class Replay:
                 torch.empty_strided(size, stride, dtype=dtype, device=device)
                 for size, stride, dtype, device in self._allocations
             ]
-        addresses = [0 if t is None else t.data_ptr() for t in arguments]
-        addresses += [t.data_ptr() for t in made]
+        addresses = [0 if t is None else t.data_ptr() for t in (*arguments, *made)]
         for launch, bases, offsets in self._works:
             if offsets is None:
-                launch([addresses[base] for base in bases])
+                launch.here([addresses[base] for base in bases])
             else:
-                launch([addresses[base] + offset for base, offset in zip(bases, offsets, strict=True)])
+                launch.here([addresses[base] + offset for base, offset in zip(bases, offsets, strict=True)])
         del made[self._results :]
         return made
 

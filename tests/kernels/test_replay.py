@@ -24,7 +24,7 @@ class Recorder:
     def __init__(self) -> None:
         self.addresses: list[int] = []
 
-    def __call__(self, addresses: Sequence[int]) -> None:
+    def here(self, addresses: Sequence[int]) -> None:
         self.addresses = list(addresses)
 
 
