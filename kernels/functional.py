@@ -1,4 +1,4 @@
-"""The operators as Python functions, for use without the pass.
+"""The operators as Python functions, for use without the pass (`rotation.py` has the rotation alone).
 
 Shapes, options and errors are those of `docs/operators.md`; B = batch, S = sequence, H = heads, D = head_dim, R =
 rotary_dim.
@@ -16,7 +16,7 @@ from .options import check_packed
 
 # Called with the tensors and the values of all options in the order of the schema: see `registration.Operator`.
 _qkv_norm_rope, _qk_norm_rope = OPERATORS["qkv_norm_rope"], OPERATORS["qk_norm_rope"]
-_norm_rope, _rope = OPERATORS["norm_rope"], OPERATORS["rope"]
+_norm_rope = OPERATORS["norm_rope"]
 
 
 def qkv_norm_rope(
@@ -163,54 +163,3 @@ def norm_rope(
     )
     result: Tensor = _norm_rope((x, cos, sin, positions, weight, bias), options)
     return result
-
-
-def rope(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    rotary_dim: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    seqlen_offset: int | Tensor = 0,
-    rotary_start: int = 0,
-    pairing: str = "halves",
-    conjugate: bool = False,
-    mrope_layout: str = "none",
-    mrope_section: Sequence[int] = (),
-    out_order: str = "bshd",
-    out_dtype: torch.dtype | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Rotate x, [B, S, H, D] or [S, H, D], as a serving engine asks for it.
-
-    cos and sin are aligned with the tokens ([B or 1, S or 1, T]; MRoPE [3, B or 1, S, T]) unless the rows of a table
-    [max_position, T] are named: by `positions` ([S], [B, S]; MRoPE with a leading 3), or counted within each
-    sequence from `seqlen_offset`, an int or one per sequence. `cu_seqlens` ([sequences + 1], int32 or int64) says
-    that x [total, H, D] holds sequences of those bounds one after the other. `rotary_dim` defaults to twice T. The
-    halves of a cached table [max_position, cos | sin] are passed as two slices of it.
-    """
-    tokens_only = x.dim() == 3
-    if tokens_only:
-        x = x.unsqueeze(0)
-    per_sequence = seqlen_offset if isinstance(seqlen_offset, Tensor) else None
-    constant = 0 if isinstance(seqlen_offset, Tensor) else seqlen_offset
-    aligned = positions is None and cu_seqlens is None and per_sequence is None and constant == 0
-    if aligned and cos.dim() == (2 if mrope_layout == "none" else 3):
-        # [S, T], or [3, S, T]: one table for every batch entry.
-        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
-    options = (
-        constant,
-        2 * cos.shape[-1] if rotary_dim is None else rotary_dim,
-        rotary_start,
-        pairing,
-        conjugate,
-        mrope_layout,
-        tuple(mrope_section),
-        out_order,
-        out_dtype,
-        backend,
-    )
-    result: Tensor = _rope((x, cos, sin, positions, cu_seqlens, per_sequence), options)
-    return result.squeeze(0) if tokens_only else result

@@ -37,9 +37,9 @@ NAMESPACE = "fusion_pass"
 
 # The option that names the back end may not be called `kernel`: Inductor passes an operator's keywords on to
 # `FallbackKernel.create(kernel, *args, **kwargs)`.
-_ROTATION = """int rotary_dim, int rotary_start=0, str pairing="halves", bool conjugate=False, \
+ROTATION_SCHEMA = """int rotary_dim, int rotary_start=0, str pairing="halves", bool conjugate=False, \
 str mrope_layout="none", int[] mrope_section=[]"""
-_OPTIONS = f"""str norm, float? eps=None, str norm_scope="head", bool norm_first=True, {_ROTATION}"""
+_OPTIONS = f"""str norm, float? eps=None, str norm_scope="head", bool norm_first=True, {ROTATION_SCHEMA}"""
 _PACKED = """int num_heads, int num_kv_heads, int head_dim, str packing="blocked\""""
 _RESULT = """str out_order="bshd", ScalarType? out_dtype=None, str backend="auto\""""
 _GRADIENT = """bool[] output_mask, ScalarType in_dtype, str backend="auto\""""
@@ -64,11 +64,11 @@ SCHEMAS = {
     "norm_rope_backward": f"(Tensor grad, Tensor? x, {_TABLES}, {_AFFINE}, *, {_OPTIONS}, {_GRADIENT}) -> Tensor[]",
     "rope": (
         "(Tensor x, Tensor cos, Tensor sin, Tensor? positions=None, Tensor? cu_seqlens=None, "
-        f"Tensor? seqlen_offsets=None, *, SymInt seqlen_offset=0, {_ROTATION}, {_RESULT}) -> Tensor"
+        f"Tensor? seqlen_offsets=None, *, SymInt seqlen_offset=0, {ROTATION_SCHEMA}, {_RESULT}) -> Tensor"
     ),
     "rope_backward": (
         "(Tensor grad, Tensor? x, Tensor cos, Tensor sin, Tensor? positions=None, Tensor? cu_seqlens=None, "
-        f"Tensor? seqlen_offsets=None, *, SymInt seqlen_offset=0, {_ROTATION}, {_GRADIENT}) -> Tensor[]"
+        f"Tensor? seqlen_offsets=None, *, SymInt seqlen_offset=0, {ROTATION_SCHEMA}, {_GRADIENT}) -> Tensor[]"
     ),
 }
 
@@ -93,8 +93,8 @@ class Plan:
     def run(self) -> list[Tensor]:
         """Fill the results and return them."""
         if any(result.numel() for result in self.results):
-            chosen = _resolve(self.op, self.backend, self.streams[0].x, self.options, training=False)
-            tables = _tables_for(chosen, self.tables, self.streams[0].x.shape[1])
+            chosen = resolve(self.op, self.backend, self.streams[0].x, self.options, training=False)
+            tables = tables_for(chosen, self.tables, self.streams[0].x.shape[1])
             self.works = chosen.forward(self.streams, tables, self.options, self.copy)
         return self.fake()
 
@@ -121,10 +121,10 @@ class GradPlan:
 
     def run(self) -> list[Tensor]:
         """The gradients that are needed."""
-        chosen = _resolve(self.op, self.backend, self.streams[0].grad, self.options, training=True)
+        chosen = resolve(self.op, self.backend, self.streams[0].grad, self.options, training=True)
         needs_tables = self.needs_cos or self.needs_sin
         if self.streams[0].grad.numel():
-            tables = _tables_for(chosen, self.tables, self.streams[0].grad.shape[1])
+            tables = tables_for(chosen, self.tables, self.streams[0].grad.shape[1])
             gradients = chosen.backward(self.streams, tables, self.options, self.copy, needs_tables)
             # The tables' gradients are finished here, outside of the launches.
             self.works, self.scratch = None if needs_tables else gradients.works, gradients.scratch
@@ -157,7 +157,7 @@ class GradPlan:
         return [g for g in (*self.dx, cos, sin, *gradients.weights, *gradients.biases) if g is not None]
 
 
-def _resolve(op: str, backend: str, x: Tensor, options: Options, training: bool) -> Backend:
+def resolve(op: str, backend: str, x: Tensor, options: Options, training: bool) -> Backend:
     """The back end called `backend`, or for 'auto' the first that serves the call (`reference` if no other does)."""
     if backend != "auto":
         return cast(Backend, registry.get(op, backend).load())
@@ -181,7 +181,8 @@ def _tables(
     return None if cos is None or sin is None else Tables(cos, sin, positions, counted)
 
 
-def _tables_for(backend: Backend, tables: Tables | None, sequence: int) -> Tables | None:
+def tables_for(backend: Backend, tables: Tables | None, sequence: int) -> Tables | None:
+    """The tables as `backend` takes them: with positions, unless it counts them itself."""
     if tables is None or getattr(backend, "COUNTS_POSITIONS", False):
         return tables
     return tables.with_positions(sequence)
@@ -417,7 +418,7 @@ def _grad_plan(
     return GradPlan("norm_rope", backend, filled, (stream,), tables, Options(**chosen), needs_cos, needs_sin)
 
 
-def _counted(
+def counted_positions(
     x: Tensor,
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -468,7 +469,7 @@ def _rope_plan(
     **chosen: Any,
 ) -> Plan:
     check_heads("x", x)
-    counted = _counted(x, positions, cu_seqlens, seqlen_offsets, seqlen_offset, mrope_layout)
+    counted = counted_positions(x, positions, cu_seqlens, seqlen_offsets, seqlen_offset, mrope_layout)
     return _plan(x, cos, sin, positions, norm="none", mrope_layout=mrope_layout, counted=counted, **chosen)
 
 
@@ -486,20 +487,20 @@ def _rope_grad_plan(
     output_mask: Sequence[bool],
     **chosen: Any,
 ) -> GradPlan:
-    counted = _counted(grad, positions, cu_seqlens, seqlen_offsets, seqlen_offset, mrope_layout)
+    counted = counted_positions(grad, positions, cu_seqlens, seqlen_offsets, seqlen_offset, mrope_layout)
     chosen |= {"norm": "none", "mrope_layout": mrope_layout, "counted": counted}
     return _grad_plan(grad, x, cos, sin, positions, output_mask=(*output_mask, False, False), **chosen)
 
 
 # --- registration --------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _register(
     name: str, plan: Callable[..., Plan], grad_plan: Callable[..., GradPlan], arguments: Differentiable
 ) -> Operator:
-    return register(_library, name, (SCHEMAS[name], SCHEMAS[f"{name}_backward"]), plan, grad_plan, arguments)
+    return register(LIBRARY, name, (SCHEMAS[name], SCHEMAS[f"{name}_backward"]), plan, grad_plan, arguments)
 
 
 OPERATORS = {
