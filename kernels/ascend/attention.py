@@ -43,6 +43,8 @@ LARGEST_HEAD_DIM = 768
 LARGEST_HEADS = 256
 FLASH_LARGEST_HEAD_DIM = 256
 LARGEST_DECODE_GROUP = 64
+SINK_OPERATORS = ("aclnnFlashAttentionScoreV3", "aclnnFlashAttentionScoreGradV3")
+"""CANN's operators that take sinks, forward and backward."""
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -67,11 +69,7 @@ def supports(request: Request) -> str | None:
     mask = request.dtypes.get("mask")
     if mask is not None and mask != torch.bool:
         return f"mask is {mask}; the vendor adds a bias before it hides keys, and -inf in a bias is not documented."
-    return (
-        unsupported(request)
-        or sinks_unsupported(request, "aclnnFlashAttentionScoreV3", "aclnnFlashAttentionScoreGradV3")
-        or _rows_see_a_key(request)
-    )
+    return unsupported(request) or sinks_unsupported(request, SINK_OPERATORS) or _rows_see_a_key(request)
 
 
 def unsupported(request: Request) -> str | None:
@@ -82,21 +80,34 @@ def unsupported(request: Request) -> str | None:
         return "softcap is set; the vendor's operators have none."
     if "grad_lse" in request.dtypes:
         return "lse has a gradient, which the vendor's backward does not take."
-    if request.op == "attention_backward" and request.options.get("deterministic", False):
+    if needs_backward(request) and request.options.get("deterministic", False):
         return "deterministic is set, and the vendor's backward is not by default (aclnnFlashAttentionScoreGradV3.md)."
     if request.dtypes["q"] not in (*HALF_TYPES, torch.float32):
         return f"q is {request.dtypes['q']}; it takes bfloat16, float16 or float32."
     return _shapes_fit(request)
 
 
-def sinks_unsupported(request: Request, forward_operator: str, backward_operator: str) -> str | None:
-    """Why the sinks of this call are not taken, or None; the operators of CANN that take them are newer ones."""
+def needs_backward(request: Request) -> bool:
+    """Whether it is the backward, or a forward whose backward this back end will be asked for."""
+    return request.training or request.op == "attention_backward"
+
+
+def sinks_unsupported(request: Request, operators: tuple[str, str]) -> str | None:
+    """Why the sinks of this call are not taken, or None. `operators`: those of CANN, forward and backward; they are
+    newer than the ones without sinks."""
     if "sinks" not in request.dtypes:
         return None
-    if request.op == "attention_backward" and request.dtypes["q"] not in HALF_TYPES:
+    if needs_backward(request) and request.dtypes["q"] not in HALF_TYPES:
         return f"sinks are given and q is {request.dtypes['q']}; their gradient is documented for half precision only."
-    missing = missing_operator(backward_operator if request.op == "attention_backward" else forward_operator)
+    missing = missing_operators(request, operators)
     return None if missing is None else f"sinks are given, and {missing}"
+
+
+def missing_operators(request: Request, operators: tuple[str, str]) -> str | None:
+    """Why CANN cannot run this call with these operators (forward and backward), or None."""
+    forward, backward = operators
+    missing = missing_operator(forward) if request.op == "attention" else None
+    return missing or (missing_operator(backward) if needs_backward(request) else None)
 
 
 def _shapes_fit(request: Request) -> str | None:
@@ -134,6 +145,8 @@ def flash_supports(request: Request) -> str | None:
     """Why our own forward kernel (`flash.py`) cannot compute this call, or None."""
     if request.device.type != "npu":
         return f"it runs on npu tensors, and these are on {request.device.type}."
+    if request.training:
+        return "it has no backward, and a gradient will be asked for."
     q, v = request.shapes["q"], request.shapes["v"]
     if request.dtypes["q"] not in (*HALF_TYPES, torch.float32):
         return f"q is {request.dtypes['q']}; it takes bfloat16, float16 or float32."

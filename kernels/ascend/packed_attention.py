@@ -39,21 +39,19 @@ from .attention import (
     compressed_mask,
     copies,
     lse_without_keys,
+    missing_operators,
     sinks_argument,
     sinks_gradient,
     sinks_unsupported,
     unsupported,
 )
-from .environment import missing_operator
 
 LARGEST_TOKENS = 1_000_000
 LARGEST_DOCUMENTS = 1000
 """The documentation says both 1K and 2K."""
-OPERATORS = {
-    "attention": "aclnnFlashAttentionVarLenScoreV4",
-    "attention_backward": "aclnnFlashAttentionUnpaddingScoreGradV4",
-}
-"""CANN's operators with a softmax layout; those with sinks are one version later."""
+OPERATORS = ("aclnnFlashAttentionVarLenScoreV4", "aclnnFlashAttentionUnpaddingScoreGradV4")
+"""CANN's operators with a softmax layout, forward and backward."""
+SINK_OPERATORS = ("aclnnFlashAttentionVarLenScoreV5", "aclnnFlashAttentionUnpaddingScoreGradV5")
 
 
 def supports(request: Request) -> str | None:
@@ -67,16 +65,15 @@ def supports(request: Request) -> str | None:
         if tokens is None or tokens > LARGEST_TOKENS:
             return f"{name} has {tokens} tokens; it takes up to {LARGEST_TOKENS}."
     if "sinks" in request.dtypes:
-        operators = "aclnnFlashAttentionVarLenScoreV5", "aclnnFlashAttentionUnpaddingScoreGradV5"
-        return unsupported(request) or sinks_unsupported(request, *operators)
-    return unsupported(request) or missing_operator(OPERATORS[request.op])
+        return unsupported(request) or sinks_unsupported(request, SINK_OPERATORS)
+    return unsupported(request) or missing_operators(request, OPERATORS)
 
 
 def gate(_: Request) -> str | None:
     """Why `backend="auto"` does not choose it."""
     return (
         "it reads cu_seqlens on the host, which waits for the device in every call; name it "
-        "(kernels=('ascend_packed', ...)) to allow that."
+        "(backend='ascend_packed') to allow that."
     )
 
 

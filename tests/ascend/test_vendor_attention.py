@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,27 @@ def test_what_cannot_be_mapped_is_refused(change: dict[str, Any], reason: str) -
     refusal = attention.supports(request_of(problem, "attention_backward", VISIBLE[0], **change))
     assert refusal is not None
     assert reason in refusal
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"deterministic": True}, "deterministic is set, and the vendor's backward"),
+        ({"dtypes": {"sinks": torch.float32, "q": torch.float32}}, "their gradient is documented for half precision"),
+    ],
+)
+def test_a_forward_for_training_is_refused_for_what_the_backward_refuses(change: dict[str, Any], reason: str) -> None:
+    """The backward is asked for by the forward's name."""
+    problem = problem_of(9, 9, 1, torch.bfloat16, None, VISIBLE[0])
+    request = request_of(problem, "attention", VISIBLE[0], **change)
+    assert attention.supports(request) is None
+    assert reason in (attention.supports(replace(request, training=True)) or "")
+
+
+def test_a_forward_without_a_backward_is_not_for_training() -> None:
+    request = request_of(problem_of(9, 9, 1, torch.bfloat16, None, VISIBLE[0]), "attention", VISIBLE[0], softcap=30.0)
+    assert attention.flash_supports(request) is None
+    assert "it has no backward" in (attention.flash_supports(replace(request, training=True)) or "")
 
 
 def test_a_call_that_does_not_fit_the_schema_fails() -> None:
