@@ -174,8 +174,7 @@ def backward(
         for gradient in gradients:
             if gradient is not None:
                 gradient.zero_()
-        wants_sinks = problem.sinks is not None and len(needs) > 3 and needs[3]
-        return *gradients, torch.zeros_like(problem.sinks) if wants_sinks else None
+        return *gradients, sinks_gradient(problem, problem.q.new_zeros(problem.q.shape[2]), needs)
     computed = backward_call(problem, packed, grad_out, out, lse)()
     ends = (packed.query_ends[-1], packed.key_ends[-1], packed.key_ends[-1])
     for gradient, value, end in zip(gradients, computed, ends, strict=False):
