@@ -10,10 +10,12 @@ read once, every result written once) over the bandwidth of a 1 GiB copy.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,7 @@ SHAPES = [
     Shape("head_dim 96 32+8 fp16", 32, 8, 96, packed=True, rotary_dim=96, dtype=torch.float16),
 ]
 DEVICE = "cuda"
+BACKENDS = ("triton", "cuda")
 QUICK = ("packed MRoPE 32+8", "packed MRoPE 16+2", "Qwen3-8B 32+8")
 TOKENS = (1, 16, 256, 1024, 4096, 16384, 65536)
 
@@ -166,13 +169,18 @@ def formula(
 
 
 def fused(
-    shape: Shape, x: Sequence[Tensor], cos: Tensor, sin: Tensor, weights: Sequence[Tensor | None]
+    shape: Shape,
+    x: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    weights: Sequence[Tensor | None],
+    backend: str = "auto",
 ) -> tuple[Tensor, ...]:
     """The operator."""
     if shape.packed:
         sizes = {"num_heads": shape.heads, "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-        return qkv_norm_rope(x[0], cos, sin, None, *weights, **sizes, **shape.options)
-    return qk_norm_rope(x[0], x[1], cos, sin, None, *weights, **shape.options)
+        return qkv_norm_rope(x[0], cos, sin, None, *weights, **sizes, **shape.options, backend=backend)
+    return qk_norm_rope(x[0], x[1], cos, sin, None, *weights, **shape.options, backend=backend)
 
 
 def liger(shape: Shape) -> Callable[..., tuple[Tensor, ...]] | None:
@@ -255,7 +263,9 @@ def measure(run: Callable[..., tuple[Tensor, ...]], shape: Shape, data: list[Dat
     return result
 
 
-def benchmark(shape: Shape, tokens: int, bandwidth: float, baselines: Sequence[str]) -> list[Row]:
+def benchmark(
+    shape: Shape, tokens: int, bandwidth: float, baselines: Sequence[str], backend: str = "auto"
+) -> list[Row]:
     """All rows of one shape and size."""
     count = sets_for(shape.least_bytes(tokens, "forward"), most=32)
     data = [make_data(shape, tokens) for _ in range(count)]
@@ -268,8 +278,13 @@ def benchmark(shape: Shape, tokens: int, bandwidth: float, baselines: Sequence[s
     alternative = liger(shape)
     if alternative is not None:
         runs["liger"] = alternative
-    ours = measure(fused, shape, data)
-    others = {name: measure(run, shape, data) for name, run in runs.items()}
+    runs |= {name: partial(fused, backend=name) for name in BACKENDS if name in baselines}
+    ours = measure(partial(fused, backend=backend), shape, data)
+    others = {}
+    for name, run in runs.items():
+        # A back end may refuse a shape.
+        with contextlib.suppress(NotImplementedError):
+            others[name] = measure(run, shape, data)
     del data
     torch.cuda.empty_cache()
     rows = []
@@ -335,7 +350,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="three shapes")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--only", nargs="+", help="names of shapes")
-    parser.add_argument("--baselines", nargs="*", default=["eager", "inductor"])
+    parser.add_argument("--baselines", nargs="*", default=["eager", "inductor"], help="also back ends: triton, cuda")
+    parser.add_argument("--backend", choices=("auto", *BACKENDS), default="auto", help="the back end that is measured")
     parser.add_argument("--processes", type=int, default=0, help="compile the baseline in so many processes first")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return parser.parse_args()
@@ -357,7 +373,7 @@ def main(arguments: argparse.Namespace) -> None:
     for shape in SHAPES:
         if shape.name in chosen:
             for tokens in arguments.tokens:
-                rows += benchmark(shape, tokens, bandwidth, arguments.baselines)
+                rows += benchmark(shape, tokens, bandwidth, arguments.baselines, arguments.backend)
                 # After every shape: a run that is cut short keeps what it measured.
                 facts = {"copy_gb_s": round(bandwidth / 1e3), "host_us": host}
                 path = write_results("norm_rope", rows, facts, arguments.out)
