@@ -56,9 +56,9 @@ def load_partition(p, mem, T: gl.constexpr):
     THREADS: gl.constexpr = T.num_warps * 32 + 32
     per_head = gl.cdiv(seq_q, T.block_m)
     mbarrier.expect(mem.kv_full.index(0), p.k.block_type.nbytes)
-    tma_load(p.k, [b, kv, p.key0, 0], mem.kv_full.index(0), mem.k)
+    tma_load(p.k, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(0), mem.k)
     mbarrier.expect(mem.kv_full.index(1), p.v.block_type.nbytes)
-    tma_load(p.v, [b, kv, p.key0, 0], mem.kv_full.index(1), mem.v)
+    tma_load(p.v, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(1), mem.v)
     use = 0
     for member in range(group):
         h = kv * group + member
@@ -156,13 +156,16 @@ def compute_partition(p, mem, T: gl.constexpr):
 def backward_kernel(
     q, k, v, do, dq, dk, dv, lse, delta,
     row_low, row_high, labels, ranges, order, turns,
-    kv_heads, group, seq_q, seq_k,
+    kv_heads, group, parts, seq_q, seq_k,
     band_low, band_high, rows_stride, ranges_stride,
     scale, cap_scale, grad_scale,
     T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (head_chunk, blocks of keys, batch * kv_heads / head_chunk): the heads of a chunk run together, and blocks
     of low number first, which under a causal mask see the most queries.
+
+    `parts`: the query heads of a group are spread over as many thread blocks, each of which writes dK and dV of its own
+    to "heads" of their own: `kv_heads` counts parts and `group` the query heads of one.
 
     `q` … `dv`: tensor maps over [batch, heads, seq, dim]; `dq` float32, zero at launch, unscaled (the post kernel
     scales and rounds it).
@@ -199,7 +202,7 @@ def backward_kernel(
     p = Problem(
         q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, order, turns,
         (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride), (scale, cap_scale, grad_scale),
-        block * T.block_n, (first, last),
+        parts, block * T.block_n, (first, last),
     )  # fmt: skip
     gl.warp_specialize([
         (compute_partition, (p, mem, T)),

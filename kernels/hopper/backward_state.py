@@ -40,6 +40,7 @@ class Problem:
     sizes: gl.tuple
     band: gl.tuple
     scales: gl.tuple
+    parts: gl.tensor
     key0: gl.tensor
     tiles: gl.tuple
 
@@ -63,6 +64,7 @@ class Problem:
         sizes,
         band,
         scales,
+        parts,
         key0,
         tiles,
     ):
@@ -83,6 +85,7 @@ class Problem:
         self.sizes = sizes
         self.band = band
         self.scales = scales
+        self.parts = parts
         self.key0 = key0
         self.tiles = tiles
 
@@ -146,8 +149,8 @@ def dq_layout(T):
 
 @gluon.jit
 def batch_and_head(p):
-    """Batch and key/value head of this thread block. Found where it is needed: two registers less in the loop over
-    the queries."""
+    """Batch and key/value head (times parts) of this thread block. Found where it is needed: two registers less in
+    the loop over the queries."""
     kv_heads, group, seq_q, seq_k = p.sizes
     batch_head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
     b = batch_head // kv_heads

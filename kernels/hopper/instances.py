@@ -49,7 +49,7 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
             "lse": row,
             "delta": row,
             **_all("*i32", *_ROWS, "order", "turns"),
-            **_all("i32", "kv_heads", "group", "seq_q", "seq_k", *_BAND),
+            **_all("i32", "kv_heads", "group", "parts", "seq_q", "seq_k", *_BAND),
             **scales,
         }
         return _instance(backward_kernel, arguments, t)
@@ -59,7 +59,7 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
             "lse": row,
             "delta": row,
             **_all("*i32", *_ROWS),
-            **_all("i32", "kv_heads", "group", "seq_q", "seq_k", *_BAND),
+            **_all("i32", "kv_heads", "group", "parts", "seq_q", "seq_k", *_BAND),
             **scales,
         }
         return _instance(wide_keys_kernel, arguments, t)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention_problem import Problem
 from ..attention_reference import sinks_gradient
 from .descriptors import fits, readable
-from .plans import Call, NarrowPlan, backward_plan, forward_plan
+from .plans import Call, NarrowPlan, backward_plan, forward_plan, parts_of
 from .rows import Rows, rows_of_backward, rows_of_forward
 from .templates import AnyTemplate
 
@@ -64,11 +64,12 @@ def backward(
     problem = _readable(problem)
     q = problem.q
     batch, seq_q, heads, _ = q.shape
-    written = [x if fits(x) else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (dq, dk, dv)]
+    call = Call.of(problem)
+    parts = parts_of(call)
+    written = [_writable(dq), _writable(dk, parts), _writable(dv, parts)]
     do = grad_out
     if not fits(grad_out):  # the expanded gradient of a sum, for one
         do = q.new_empty((batch, heads, seq_q, problem.v.shape[3])).transpose(1, 2)
-    call = Call.of(problem)
     shaped = ((x.shape, x.stride()) for x in (out, grad_out, do, *written))
     plan = backward_plan(call, *shaped, grad_lse=grad_lse is not None)
     lse_rows, delta_rows = q.new_empty((2, batch, heads, plan.padded_rows), dtype=torch.float32).unbind()
@@ -105,7 +106,9 @@ def backward(
             rows = _rows(problem, of_keys, forward=False)
             plan.keys((*inputs, *results, *row_values), _addresses(rows))
     for given, result in zip((dq, dk, dv), written, strict=True):
-        if given is not result:
+        if result.shape != given.shape:
+            torch.sum(result.unflatten(2, (-1, parts)), 3, out=given)
+        elif given is not result:
             given.copy_(result)
     dsinks = sinks_gradient(sinks, lse, delta_rows[:, :, :seq_q]) if sinks is not None and needs[3] else None
     return _needed((dq, dk, dv, dsinks), needs)
@@ -124,6 +127,14 @@ def _addresses(rows: Rows | None) -> tuple[int, int, int, int]:
     if rows is None:
         return 0, 0, 0, 0
     return rows.low.data_ptr(), rows.high.data_ptr(), rows.labels.data_ptr(), rows.ranges.data_ptr()
+
+
+def _writable(gradient: Tensor, parts: int = 1) -> Tensor:
+    """The gradient, or what is written instead: for tensor maps that cannot write it, or with a head for every part."""
+    if parts > 1:
+        batch, length, heads, dim = gradient.shape
+        return gradient.new_empty((batch, length, heads * parts, dim))
+    return gradient if fits(gradient) else torch.empty_like(gradient, memory_format=torch.contiguous_format)
 
 
 def _address(x: Tensor | None) -> int:

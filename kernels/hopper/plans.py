@@ -191,10 +191,25 @@ def backward_templates_of(call: Call) -> BackwardTemplate | tuple[WideTemplate, 
 
 
 @functools.lru_cache(maxsize=1024)
+def parts_of(call: Call) -> int:
+    """Over how many thread blocks the query heads of a group are spread: 1, unless the blocks of keys leave
+    multiprocessors idle. Each part has a dK and dV of its own, which are summed afterwards."""
+    batch, _, heads, _, seq_k, kv_heads = call.sizes
+    group = heads // kv_heads
+    multiprocessors = torch.cuda.get_device_properties(call.device).multi_processor_count
+    blocks = -(-seq_k // (128 if max(call.q[0][3], call.v[0][3]) <= 128 else 64)) * batch * kv_heads
+    if blocks >= multiprocessors:
+        return 1
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    return next((n for n in divisors if blocks * n >= 1.5 * multiprocessors), group)
+
+
+@functools.lru_cache(maxsize=1024)
 def backward_plan(
     call: Call, out: Shaped, grad_out: Shaped, do: Shaped, dq: Shaped, dk: Shaped, dv: Shaped, *, grad_lse: bool
 ) -> NarrowPlan | WidePlan:
-    """The plan of a backward. `do`: of the gradient as TMA reads it, `grad_out` itself or a copy of it."""
+    """The plan of a backward. `do`: of the gradient as TMA reads it, `grad_out` itself or a copy of it. `dk`, `dv`:
+    with a head for every part (`parts_of`)."""
     templates = backward_templates_of(call)
     assert templates is not None, "the registry does not choose this back end for such a call"
     wide = isinstance(templates, tuple)
@@ -225,9 +240,11 @@ def backward_plan(
         tensor_map(*do, call.dtype, template.block_m, template.v_dim),
     )
     gradients = tensor_map(*dk, call.dtype, *keys), tensor_map(*dv, call.dtype, *values)
-    numbers = kv_heads, heads // kv_heads, seq_q, seq_k, *call.band(blocks), *call.scales(), call.scale
-    together = _chunk(batch * kv_heads, 2 if template.masked and not call.deterministic else 4)
-    grid = together, blocks, batch * kv_heads // together
+    parts = parts_of(call)
+    numbers = kv_heads * parts, heads // kv_heads // parts, parts, seq_q, seq_k, *call.band(blocks)
+    numbers = *numbers, *call.scales(), call.scale
+    together = _chunk(batch * kv_heads * parts, 2 if template.masked and not call.deterministic else 4)
+    grid = together, blocks, batch * kv_heads * parts // together
     kernel = _loaded(template, call.dtype, call.device)
     if isinstance(templates, tuple):
         of_keys = MappedLaunch(kernel, grid, (*inputs, *gradients, rows, rows), numbers, template, call.device)

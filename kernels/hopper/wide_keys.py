@@ -55,12 +55,13 @@ class Problem:
     sizes: gl.tuple
     band: gl.tuple
     scales: gl.tuple
+    parts: gl.tensor
     key0: gl.tensor
     tiles: gl.tuple
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, do, dk, dv, lse, delta, row_low, row_high, labels, sizes, band, scales, key0, tiles
+        self, q, k, v, do, dk, dv, lse, delta, row_low, row_high, labels, sizes, band, scales, parts, key0, tiles
     ):  # fmt: skip
         self.q = q
         self.k = k
@@ -76,6 +77,7 @@ class Problem:
         self.sizes = sizes
         self.band = band
         self.scales = scales
+        self.parts = parts
         self.key0 = key0
         self.tiles = tiles
 
@@ -126,7 +128,7 @@ def load_partition(p, mem, T: gl.constexpr):
     first, last, clear_first, clear_last = p.tiles
     per_head = padded_tiles(seq_q, T)
     mbarrier.expect(mem.kv_full.index(0), p.k.block_type.nbytes)
-    tma_load(p.k, [b, kv, p.key0, 0], mem.kv_full.index(0), mem.k)
+    tma_load(p.k, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(0), mem.k)
     use = 0
     for member in range(group):
         h = kv * group + member
@@ -140,7 +142,7 @@ def load_partition(p, mem, T: gl.constexpr):
             tma_load(p.q, [b, h, tile * T.block_m, 0], mem.q_full.index(stage), mem.q.index(stage))
             if use == 0:
                 mbarrier.expect(mem.kv_full.index(1), p.v.block_type.nbytes)
-                tma_load(p.v, [b, kv, p.key0, 0], mem.kv_full.index(1), mem.v)
+                tma_load(p.v, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(1), mem.v)
             if use >= T.stages:
                 barriers.sync(DO_FREE + stage, _THREADS)
             mbarrier.expect(mem.do_full.index(stage), p.do.block_type.nbytes + p.delta.block_type.nbytes)
@@ -252,7 +254,7 @@ def keys_partition(p, mem, T: gl.constexpr):
 def wide_keys_kernel(
     q, k, v, do, dk, dv, lse, delta,
     row_low, row_high, labels, ranges,
-    kv_heads, group, seq_q, seq_k,
+    kv_heads, group, parts, seq_q, seq_k,
     band_low, band_high, rows_stride, ranges_stride,
     scale, cap_scale, grad_scale,
     T: gl.constexpr, num_warps: gl.constexpr,
@@ -282,7 +284,7 @@ def wide_keys_kernel(
     p = Problem(
         q, k, v, do, dk, dv, lse, delta, row_low, row_high, labels,
         (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride), (scale, cap_scale, grad_scale),
-        block * T.block_n, query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T),
+        parts, block * T.block_n, query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T),
     )  # fmt: skip
     gl.warp_specialize([
         (values_partition, (p, mem, T)),

@@ -4,6 +4,7 @@ reasons for a refusal."""
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,23 @@ def test_chunks_of_heads() -> None:
 
     assert [_chunk(heads, 4) for heads in (1, 4, 6, 7, 64)] == [1, 4, 3, 1, 4]
     assert _chunk(70_002, 1) == 2  # 65535 chunks are the most
+
+
+def test_parts_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of keys times parts fill 132 multiprocessors one and a half times, where the group has the heads."""
+    from fusion_pass.kernels.hopper.plans import Call, parts_of
+
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    def parts(batch: int, keys: int, heads: int, kv_heads: int) -> int:
+        q, k = (torch.empty(batch, keys, n, 128, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
+        return parts_of(Call.of(problem_of(q, k, k)))
+
+    assert parts(1, 4096, 32, 1) == 8
+    assert parts(1, 4096, 32, 8) == 1
+    assert parts(1, 256, 6, 2) == 3
+    assert parts(1, 256, 4, 4) == 1
 
 
 def test_assembler_is_chosen_without_a_trace() -> None:

@@ -159,6 +159,9 @@ HEADS = {
     )  # 2552, 2896
 }
 
+# Few blocks of keys (all of the above) are spread over the query heads of a group; here there are enough.
+HEADS["heads_8_2_many_blocks"] = case(500, batch=17, heads=8, kv_heads=2, conditions=CAUSAL)
+
 CASES = MASKS | VALUES | HEADS
 WIDE = {
     f"head_dim_{head_dim}_{value_dim}_{name}": case(300, head_dim=head_dim, value_dim=value_dim, conditions=conditions)
