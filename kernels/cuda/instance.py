@@ -126,6 +126,7 @@ def tile_constants(tile: Tile) -> dict[str, Constant]:
         "BLOCKS": tile.blocks,
         "UNROLL": tile.unroll,
         "TABLES_FIRST": tile.tables_first,
+        "MOVES_APART": tile.moves_apart,
     }
 
 

@@ -22,6 +22,7 @@ from .compiler import load
 from .instance import WIDEST, Instance
 
 _INVALID_CONTEXT = 201
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _KEPT_STREAMS = 64
 _Pointer = ctypes.c_void_p * 1
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -57,28 +58,41 @@ class Arguments:
 
 
 class Launch:
-    """A kernel with all its arguments but the addresses; see `kernels/replay.py`."""
+    """A kernel with all its arguments but the addresses; see `kernels/replay.py`.
+
+    `overlaps`: it waits by itself for the kernel before it (`griddepcontrol.wait`), so that it may be set up while that
+    one still runs: programmatic dependent launch, on sm_90 and later.
+    """
 
     __slots__ = (
-        "_configs", "_functions", "_grid", "_index", "_scalars", "_slots", "_threads", "_words", "instance",
-        "repeatable",
+        "_configs", "_functions", "_grid", "_index", "_overlaps", "_scalars", "_slots", "_threads", "_words",
+        "instance", "repeatable",
     )  # fmt: skip
 
-    def __init__(self, instance: Instance, grid: int, threads: int, arguments: Arguments, device: torch.device) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        grid: int,
+        threads: int,
+        arguments: Arguments,
+        device: torch.device,
+        overlaps: bool = False,
+    ) -> None:
         if grid >= 2**31:
             raise ValueError(f"{instance.name} needs {grid} blocks, and a launch takes 2^31 - 1; split the sequence.")
         # The sources assert that their structure has as many words.
         self.instance = replace(instance, constants={**instance.constants, "ARGUMENT_WORDS": len(arguments.words)})
         self.repeatable = True
-        self._grid, self._threads, self._index = grid, threads, device.index
+        self._grid, self._threads, self._index, self._overlaps = grid, threads, device.index, overlaps
         self._words = array("Q", arguments.words)
         self._slots, self._scalars = tuple(arguments.slots), frozenset(arguments.scalars)
         # By the alignment of the addresses, which may narrow the accesses: the kernel and what keeps it loaded.
         self._functions: dict[int, tuple[int, Any]] = {}
         self._configs: dict[int, Any] = {}
 
-    def __call__(self, addresses: Sequence[int]) -> None:
-        """Launch on the current stream of the device. `addresses`: of `Arguments.tensors`."""
+    def here(self, addresses: Sequence[int]) -> None:
+        """Launch on the current stream of the tensors' device, also where another one is the current device.
+        `addresses`: of `Arguments.tensors`."""
         if _current_device() == self._index:
             self._launch(addresses)
         else:
@@ -114,7 +128,14 @@ class Launch:
 
     def _configuration(self, stream: int) -> Any:
         """The launch's shape, kept for each stream: two threads may launch on two streams at once."""
-        config = _LaunchConfig(self._grid, 1, 1, self._threads, 1, 1, 0, stream, None, 0)
+        attributes = None
+        if self._overlaps and torch.cuda.get_device_capability(self._index)[0] >= 9:
+            attributes = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+        config = _LaunchConfig(
+            *(self._grid, 1, 1, self._threads, 1, 1, 0, stream),
+            ctypes.pointer(attributes) if attributes else None,
+            1 if attributes else 0,
+        )
         if len(self._configs) >= _KEPT_STREAMS:
             self._configs.clear()
         self._configs[stream] = config, ctypes.byref(config)
@@ -127,6 +148,16 @@ class Launch:
         return self._functions[alignment]
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute` of cuda.h: an id and a union of 64 bytes, of which the first is an int here."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("value", ctypes.c_int64),
+        ("rest_of_value", ctypes.c_byte * 56),
+    )
+
+
 class _LaunchConfig(ctypes.Structure):
     """`CUlaunchConfig` of cuda.h."""
 
@@ -135,7 +166,7 @@ class _LaunchConfig(ctypes.Structure):
         *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
         ("attribute_count", ctypes.c_uint),
     )
 

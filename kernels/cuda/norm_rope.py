@@ -30,13 +30,14 @@ from .instance import (
 from .launch import Arguments, Launch
 from .parameters import KINDS, ParameterGradient, Parameters
 from .site import Site
-from .tiles import TABLE_GRADIENT_WARPS, backward_tile, forward_tile
+from .tiles import TABLE_GRADIENT_WARPS, Tile, backward_tile, forward_tile
 
 COUNTS_POSITIONS = True
 WRITES_IN_PLACE = True
 
-# As in source/reduce.cuh.
+# As in source/reduce.cuh and source/streams.cuh.
 _REDUCE_COLUMNS, _REDUCE_THREADS = 8, 256
+_VECTORS_A_THREAD = 4
 
 
 def unsupported(options: Options, head_dim: int) -> str | None:
@@ -109,11 +110,13 @@ def forward_work(streams: Sequence[Stream], tables: Tables | None, options: Opti
         site.write_heads(arguments, tensor)
     parameters.write(arguments)
     site.write_tables(arguments)
-    site.write_size(arguments)
-    arguments.real(options.eps or 0.0)
     groups = -(-(site.heads[0] + site.heads[1]) // (heads_per_warp(slots) * tile.unroll))
     blocks = -(-site.tokens * groups // tile.warps)
-    return Work(Launch(instance, blocks, 32 * tile.warps, arguments, q.x.device), arguments.tensors)
+    arguments.integers(blocks)
+    site.write_size(arguments)
+    arguments.real(options.eps or 0.0)
+    grid = blocks + _moving_blocks(site, slots, tile)
+    return Work(Launch(instance, grid, 32 * tile.warps, arguments, q.x.device), arguments.tensors)
 
 
 class BackwardWork:
@@ -224,8 +227,9 @@ class BackwardWork:
             *(*_padded([s.dx for s in streams], 2), filled),
         ):
             site.write_heads(arguments, tensor)
-        self._write_rest(arguments, [partial])
-        self._add(instance, blocks, 32 * tile.warps, arguments)
+        self._write_rest(arguments, [partial], blocks)
+        grid = blocks + _moving_blocks(site, self._slots, tile)
+        self._add(instance, grid, 32 * tile.warps, arguments)
         if partial is not None:
             self._add_reduction(partial)
 
@@ -248,7 +252,8 @@ class BackwardWork:
         arguments.integers(*partial.shape)
         self._scratch += [g.target for g in self._parameter_gradients.values() if not g.direct]
         types = {"Acc": ELEMENTS[self._acc], **self._parameters.types()}
-        self._add(Instance("reduce", types, {}), -(-ends[-1] // _REDUCE_COLUMNS), _REDUCE_THREADS, arguments)
+        instance = Instance("reduce", types, {})
+        self._add(instance, -(-ends[-1] // _REDUCE_COLUMNS), _REDUCE_THREADS, arguments, overlaps=True)
 
     def _add_table_gradient(self) -> None:
         site, warps = self._site, TABLE_GRADIENT_WARPS
@@ -264,17 +269,26 @@ class BackwardWork:
         instance = Instance("table_gradient", self._types, constants, self._accesses())
         self._add(instance, -(-site.tokens // warps), 32 * warps, arguments)
 
-    def _write_rest(self, arguments: Arguments, outputs: Sequence[Tensor | None]) -> None:
+    def _write_rest(self, arguments: Arguments, outputs: Sequence[Tensor | None], *counts: int) -> None:
         self._parameters.write(arguments)
         self._site.write_tables(arguments)
         for output in outputs:
             arguments.address(output)
+        arguments.integers(*counts)
         self._site.write_size(arguments)
         arguments.real(self._options.eps or 0.0)
 
-    def _add(self, instance: Instance, blocks: int, threads: int, arguments: Arguments) -> None:
-        launch = Launch(instance, blocks, threads, arguments, self._grads[0].device)
+    def _add(self, instance: Instance, blocks: int, threads: int, arguments: Arguments, overlaps: bool = False) -> None:
+        launch = Launch(instance, blocks, threads, arguments, self._grads[0].device, overlaps)
         self.works.append(Work(launch, arguments.tensors))
+
+
+def _moving_blocks(site: Site, slots: dict[str, Constant], tile: Tile) -> int:
+    """Blocks that only move v."""
+    if not tile.moves_apart:
+        return 0
+    vectors = site.tokens * site.heads[2] * site.head_dim // int(slots["PAIRS"])
+    return -(-vectors // (32 * tile.warps * _VECTORS_A_THREAD))
 
 
 def _padded(tensors: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
@@ -293,7 +307,7 @@ def _table_access(site: Site, slots: dict[str, Constant], options: Options) -> A
 
 
 def _launch(work: Work) -> None:
-    work.launch([tensor.data_ptr() for tensor in work.tensors])
+    work.launch.here([tensor.data_ptr() for tensor in work.tensors])
 
 
 @lru_cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .instance import Access, Constant, heads_per_warp
+from .instance import Access, Constant
 
 TABLE_GRADIENT_WARPS = 4
 
@@ -22,6 +22,7 @@ class Tile(NamedTuple):
     blocks: int
     unroll: int = 1
     tables_first: bool = False
+    moves_apart: bool = False
 
 
 def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
@@ -29,9 +30,8 @@ def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Acces
     words = _words(constants, accesses, acc_bytes)
     if words > 80:
         return Tile(4, 2)
-    # Twice as many heads share the tables, if few lanes stay without a head.
-    heads, at_once = int(constants["Q_HEADS"]) + int(constants["K_HEADS"]), 2 * heads_per_warp(constants)
-    if words <= 48 and heads >= 0.9 * at_once * -(-heads // at_once):
+    # Entries that are read one by one are many loads: twice as many heads share them.
+    if words <= 48 and not _wide(accesses):
         return Tile(4, 4, unroll=2)
     return Tile(4, 6) if words <= 48 else Tile(4, 4)
 
@@ -39,13 +39,18 @@ def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Acces
 def backward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
     """For an instance of the backward."""
     words = _words(constants, accesses, acc_bytes)
-    # Entries that are read one by one are many loads: those of the heads go first.
-    wide = accesses["TABLE_BYTES"].bytes > accesses["TABLE_BYTES"].itemsize
+    # Many narrow loads: those of the heads go first.
+    first = _wide(accesses)
     if words > 96:
-        return Tile(4, 2, tables_first=wide)
+        return Tile(4, 2, tables_first=first, moves_apart=True)
     # Lanes that change places cost registers beyond what is counted.
-    moves = constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
-    return Tile(4, 3 if moves else 4, tables_first=wide)
+    exchanges = constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
+    return Tile(4, 3 if exchanges else 4, tables_first=first, moves_apart=True)
+
+
+def _wide(accesses: Mapping[str, Access]) -> bool:
+    """Entries of the tables are read several at a time."""
+    return accesses["TABLE_BYTES"].bytes > accesses["TABLE_BYTES"].itemsize
 
 
 def _words(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> int:

@@ -19,6 +19,7 @@ struct BackwardArguments {
   Parameters parameters;
   Tables tables;
   Acc* partial;  // [blocks, COLUMNS]; with one row a head in the parameters [slices, COLUMNS]
+  long long blocks;  // of the heads; those after them move v
   long long tokens, sequence;
   double eps;
 };
@@ -96,10 +97,18 @@ __device__ void block_sums(Acc* partial, int kind, const Tile& sum, const Lane& 
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_backward(const __grid_constant__ BackwardArguments args) {
+#if __CUDA_ARCH__ >= 900
+  // reduce.cuh may be set up while this kernel runs; it waits for the end before it reads.
+  if (SUMS > 0) asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  if (MOVES_APART && blockIdx.x >= args.blocks) {
+    move_heads<IN_BYTES, DX_BYTES>(args.v_grad, args.dv, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
+    return;
+  }
   const Lane lane;
   const unsigned warp = blockIdx.x * WARPS + threadIdx.x / 32;
   // The host makes the number of warps a multiple of GROUPS: each slice of the tokens is walked by all groups.
-  const unsigned slice = warp / GROUPS, slices = gridDim.x * WARPS / GROUPS;
+  const unsigned slice = warp / GROUPS, slices = unsigned(args.blocks) * WARPS / GROUPS;
   const Head head(warp % GROUPS * HEADS_PER_WARP + lane.head, lane.exists);
   Moved<GROUPS> moved(warp % GROUPS);
 
@@ -116,7 +125,7 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
     if (HAS_X) x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
     const char* const gradient = head.at(args.q_grad, args.k_grad, token);
     const Raw<Grad> raw = load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists);
-    moved.load<IN_BYTES>(args.v_grad, token, true);
+    if (!MOVES_APART) moved.load<IN_BYTES>(args.v_grad, token, true);
     if (!TABLES_FIRST) tables.load(args.tables, token, lane);
 
     const Rotation rotation(tables, lane);
@@ -132,7 +141,7 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
     }
     if (ROTATES && !NORM_FIRST) rotation.apply_transposed(g, lane);
     store_head<DX_BYTES>(READ, head.at(args.dq, args.dk, token), lane, pack_tile<In>(READ, g, lane), stores);
-    moved.store<DX_BYTES>(args.dv, token);
+    if (!MOVES_APART) moved.store<DX_BYTES>(args.dv, token);
   }
 
   if (SUMS > 0 && PER_HEAD) {

@@ -12,6 +12,7 @@ struct ForwardArguments {
   Heads q, k, v, q_out, k_out, v_out;
   Parameters parameters;
   Tables tables;
+  long long blocks;  // of the heads; those after them move v
   long long tokens, sequence;
   double eps;
 };
@@ -22,6 +23,10 @@ constexpr int GROUPS = (HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_forward(const __grid_constant__ ForwardArguments args) {
+  if (MOVES_APART && blockIdx.x >= args.blocks) {
+    move_heads<IN_BYTES, MOVE_BYTES>(args.v, args.v_out, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
+    return;
+  }
   const unsigned warp = blockIdx.x * WARPS + threadIdx.x / 32;
   const unsigned flat = warp / GROUPS;
   if (flat >= args.tokens) return;
@@ -39,7 +44,7 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
     x[u] = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
   }
   Moved<GROUPS> moved(warp % GROUPS);
-  moved.load<IN_BYTES>(args.v, token, true);
+  if (!MOVES_APART) moved.load<IN_BYTES>(args.v, token, true);
   if (!TABLES_FIRST) tables.load(args.tables, token, lane);
   const Rotation rotation(tables, lane);
 #pragma unroll
@@ -63,5 +68,5 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
     char* const out = head.at(args.q_out, args.k_out, token);
     store_head<OUT_BYTES>(WRITE, out, lane, pack_tile<Out>(WRITE, y, lane), head.exists);
   }
-  moved.store<MOVE_BYTES>(args.v_out, token);
+  if (!MOVES_APART) moved.store<MOVE_BYTES>(args.v_out, token);
 }

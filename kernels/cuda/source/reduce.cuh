@@ -20,6 +20,9 @@ norm_rope_reduce(const __grid_constant__ ReduceArguments args) {
   __shared__ Acc sums[REDUCE_ROWS][REDUCE_COLUMNS];
   const int x = threadIdx.x % REDUCE_COLUMNS, y = threadIdx.x / REDUCE_COLUMNS;
   const long long column = (long long)(blockIdx.x) * REDUCE_COLUMNS + x;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // for the end of the kernel that writes `partial`
+#endif
   Acc total = 0;
   if (column < args.columns) {
     for (long long first = y; first < args.rows; first += REDUCE_ROWS * IN_FLIGHT) {

@@ -70,3 +70,27 @@ struct Moved {
     return v.at(token, vector / A_HEAD, false) + vector % A_HEAD * (PAIRS * int(sizeof(In)));
   }
 };
+
+// Or blocks of their own, after those of the heads, move v: VECTORS_A_THREAD vectors each, next to those of its neighbours.
+constexpr int VECTORS_A_TOKEN = V_HEADS * (HEAD_DIM / PAIRS), VECTORS_A_THREAD = 4;
+
+template <int IN, int OUT>
+__device__ __forceinline__ void move_heads(const Heads& from, const Heads& to, unsigned block, long long tokens,
+                                           long long sequence) {
+  if constexpr (V_HEADS > 0) {
+    Vector<In, PAIRS> vectors[VECTORS_A_THREAD];
+    const long long first = (long long)(block) * (32 * WARPS * VECTORS_A_THREAD) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < VECTORS_A_THREAD; ++i) {
+      const long long index = first + i * (32 * WARPS), flat = index / VECTORS_A_TOKEN;
+      const char* address = Moved<1>::address(from, token_at(unsigned(flat), sequence), int(index % VECTORS_A_TOKEN));
+      vectors[i] = load<IN, In, PAIRS>(address, flat < tokens);
+    }
+#pragma unroll
+    for (int i = 0; i < VECTORS_A_THREAD; ++i) {
+      const long long index = first + i * (32 * WARPS), flat = index / VECTORS_A_TOKEN;
+      char* address = Moved<1>::address(to, token_at(unsigned(flat), sequence), int(index % VECTORS_A_TOKEN));
+      store<OUT>(address, vectors[i], flat < tokens);
+    }
+  }
+}
