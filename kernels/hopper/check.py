@@ -25,19 +25,19 @@ def _templates() -> Iterator[tuple[str, AnyTemplate | None]]:
     for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
         size = f"{dims[0]}x{dims[1]}"
         for mask in MASKS:
-            uneven = mask != "none"
             for extra in ("", "softcap", "sinks"):
-                conditions = {"mask": mask, "softcap": extra == "softcap"}
+                softcap, sinks = extra == "softcap", extra == "sinks"
                 name = "-".join(filter(None, (size, mask, extra)))
-                yield f"forward-{name}", forward_template(*dims, **conditions, sinks=extra == "sinks", uneven=uneven)
+                template = forward_template(*dims, mask=mask, softcap=softcap, sinks=sinks, uneven=mask != "none")
+                yield f"forward-{name}", template
             for extra in ("", "softcap", "deterministic"):
-                conditions = {"mask": mask, "softcap": extra == "softcap"}
+                softcap, deterministic = extra == "softcap", extra == "deterministic"
                 name = "-".join(filter(None, (size, mask, extra)))
-                wide = wide_templates(*dims, **conditions)
+                wide = wide_templates(*dims, mask=mask, softcap=softcap)
                 if wide is None:
-                    deterministic = extra == "deterministic"
-                    yield f"backward-{name}", backward_template(*dims, **conditions, deterministic=deterministic)
-                elif extra != "deterministic":
+                    narrow = backward_template(*dims, mask=mask, softcap=softcap, deterministic=deterministic)
+                    yield f"backward-{name}", narrow
+                elif not deterministic:
                     yield f"queries-{name}", wide[0]
                     yield f"keys-{name}", wide[1]
 

@@ -241,8 +241,10 @@ def backward_plan(
     )
     gradients = tensor_map(*dk, call.dtype, *keys), tensor_map(*dv, call.dtype, *values)
     parts = parts_of(call)
-    numbers = kv_heads * parts, heads // kv_heads // parts, parts, seq_q, seq_k, *call.band(blocks)
-    numbers = *numbers, *call.scales(), call.scale
+    numbers = (
+        *(kv_heads * parts, heads // kv_heads // parts, parts, seq_q, seq_k),
+        *call.band(blocks), *call.scales(), call.scale,
+    )  # fmt: skip
     together = _chunk(batch * kv_heads * parts, 2 if template.masked and not call.deterministic else 4)
     grid = together, blocks, batch * kv_heads * parts // together
     kernel = _loaded(template, call.dtype, call.device)

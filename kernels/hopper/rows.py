@@ -71,10 +71,9 @@ def rows_of_backward(seen: Visibility, num_queries: int, num_keys: int, block_m:
 
 def _rows(seen: Visibility, num_queries: int, num_keys: int, block_m: int, block_n: int, *, forward: bool) -> Rows:
     assert seen.documents is None or seen.mask is None, "a mask of keys beside cu_seqlens is refused"
+    q_ids, k_ids = seen.q_segments, seen.k_segments
     if seen.documents is not None:
-        q_ids, k_ids = (x[None] for x in seen.documents)
-    else:
-        q_ids, k_ids = seen.q_segments, seen.k_segments
+        q_ids, k_ids = seen.documents[0][None], seen.documents[1][None]
     mask = None if seen.mask is None else seen.mask[:, 0, 0].expand(-1, num_keys).view(torch.uint8)
     sources = [x for x in (q_ids, k_ids, mask) if x is not None]
     batch = batches(seen)

@@ -4,6 +4,7 @@ reasons for a refusal."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from attention_oracle import visible
 
 from fusion_pass.kernels.attention_ops import problem_of
-from fusion_pass.kernels.hopper import _supports
-from fusion_pass.kernels.registry import Request
+from fusion_pass.kernels.hopper import _gate, _supports
+from fusion_pass.kernels.registry import Kernel, Request
 
 pytest.importorskip("triton")
 
@@ -129,6 +130,28 @@ def test_reasons(call: Request, reason: str | None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
     given = _supports(call)
     assert given == reason if reason is None else str(given).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("op", "keys", "head_dim", "gated"),
+    [
+        ("attention", 4096, 256, True),
+        ("attention", 16384, 256, False),
+        ("attention", 4096, 128, False),
+        ("attention_backward", 4096, 256, False),
+    ],
+)
+def test_wide_forward_is_left_to_cudnn(
+    op: str, keys: int, head_dim: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where cuDNN is faster, and can be used."""
+    cudnn = Kernel("sdpa", frozenset({op}), load=lambda: None, available=lambda: None)
+    monkeypatch.setattr("fusion_pass.kernels.hopper.kernels", lambda _: (cudnn,))
+    shapes = dict.fromkeys("qkv", (1, keys, 4, head_dim))
+    call = replace(request(shapes=shapes), op=op)
+    assert (_gate(call) is not None) == gated
+    cudnn = replace(cudnn, supports=lambda _: "a mask is given.")
+    assert _gate(call) is None
 
 
 def test_other_chips_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
