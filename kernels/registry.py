@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 
 MODULES = ("hopper", "cuda", "triton", "ascend", "reference", "attention_kernels")
-ORDER = ("hopper", "sdpa", "triton", "cuda", "ascend", "ascend_packed", "ascend_flash", "reference")
+ORDER = ("hopper", "sdpa", "triton", "cuda", "ascend_inference", "ascend", "ascend_packed", "ascend_flash", "reference")
 
 NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope"})
 

@@ -29,14 +29,19 @@ def _available() -> str | None:
     return unavailable()
 
 
+def _head_dim(request: Request) -> int | None:
+    shape = next((request.shapes[name] for name in ("x", "q", "qkv") if name in request.shapes), ())
+    head_dim = request.options.get("head_dim") or (shape[-1] if shape else None)
+    return head_dim if isinstance(head_dim, int) else None
+
+
 def _supports(request: Request) -> str | None:
     if request.device.type != "cuda":
         return f"the tensors are on {request.device.type}, it takes cuda."
     if torch.cuda.get_device_capability(request.device)[0] < 8:
         return "the device is older than sm_80, whose conversion instructions it is written with."
-    shape = next((request.shapes[name] for name in ("x", "q", "qkv") if name in request.shapes), ())
-    head_dim = request.options.get("head_dim") or (shape[-1] if shape else None)
-    if not isinstance(head_dim, int):
+    head_dim = _head_dim(request)
+    if head_dim is None:
         return None
     from .norm_rope import unsupported
 
@@ -46,6 +51,17 @@ def _supports(request: Request) -> str | None:
     return unsupported(options, head_dim)
 
 
+FASTER_HEAD_DIMS: frozenset[int] = frozenset()
+"""Where `backend="auto"` takes this back end before Triton's: measured in one run of `benchmarks.norm_rope --baselines
+triton cuda`."""
+
+
+def _gate(request: Request) -> str | None:
+    if _head_dim(request) in FASTER_HEAD_DIMS:
+        return None
+    return "Triton's kernels are as fast for this shape and need nothing more installed; name it to have it."
+
+
 KERNELS = (
     Kernel(
         name="cuda",
@@ -53,5 +69,6 @@ KERNELS = (
         load=lambda: importlib.import_module(f"{__name__}.norm_rope"),
         available=_available,
         supports=_supports,
+        gate=_gate,
     ),
 )

@@ -6,6 +6,7 @@ import ctypes
 import os
 import stat
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,6 +262,19 @@ def test_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(head_dim=127) == "head_dim is 127, it takes even ones up to 512."
     capability = (7, 5)
     assert "older than sm_80" in str(reason())
+
+
+def test_the_gate_is_asked_only_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    (kernel,) = cuda.KERNELS
+    request = Request("rope", torch.device("cuda"), {"x": BF16}, {"x": (1, 8, 4, 80)})
+    usable = replace(kernel, name="cuda of this test", available=lambda: None)
+    monkeypatch.setattr(registry, "_kernels", [usable])
+    monkeypatch.setattr(cuda, "FASTER_HEAD_DIMS", frozenset())
+    assert "Triton's kernels are as fast" in registry.choose(request).sentence()
+    assert registry.choose(request, only=[usable.name]).kernel is usable
+    monkeypatch.setattr(cuda, "FASTER_HEAD_DIMS", frozenset({80}))
+    assert registry.choose(request).kernel is usable
 
 
 def test_what_is_not_supported_is_refused_when_named() -> None:
