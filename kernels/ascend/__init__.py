@@ -9,7 +9,7 @@ import importlib
 
 from ..attention_kernels import ATTENTION_OPS
 from ..registry import NORM_ROPE_OPS, Kernel, Request
-from . import attention, packed_attention
+from . import attention, inference_attention, packed_attention
 from .environment import missing_runtime, missing_triton
 
 
@@ -35,6 +35,13 @@ KERNELS = (
         load=lambda: importlib.import_module(f"{__name__}.norm_rope"),
         available=_available,
         supports=_supports,
+    ),
+    Kernel(
+        name="ascend_inference",
+        ops=frozenset({"attention"}),
+        load=lambda: inference_attention,
+        available=missing_runtime,
+        supports=inference_attention.supports,
     ),
     Kernel(
         name="ascend",

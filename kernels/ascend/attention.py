@@ -14,10 +14,9 @@ Sources: the operator documentation inside the torch_npu 2.13.0 wheel (`_op_plug
 statistics the vendor's test on a 910B (op-plugin, `test/test_custom_ops/test_npu_flash_attention.py`); for the sink
 and its gradient `aclnnFlashAttentionScoreV3.md` and `aclnnFlashAttentionScoreGradV3.md` of ops-transformer.
 
-A single query a sequence goes to the decoding operator `npu_fused_infer_attention_score`, everything else to
-`npu_fusion_attention_v2`; `npu_prompt_flash_attention` is not used because it returns no log-sum. Packed documents
-are in `packed_attention.py`. `tests/ascend/test_vendor_attention.py` holds the calls to the schemas and to an emulation
-of the documentation.
+This is `npu_fusion_attention_v2` and its gradient. The operator for inference is in `inference_attention.py`, packed
+documents are in `packed_attention.py`. `tests/ascend/test_vendor_attention.py` holds the calls to the schemas and to an
+emulation of the documentation.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ STATISTIC_COPIES = 8
 LARGEST_HEAD_DIM = 768
 LARGEST_HEADS = 256
 FLASH_LARGEST_HEAD_DIM = 256
-LARGEST_DECODE_GROUP = 64
 SINK_OPERATORS = ("aclnnFlashAttentionScoreV3", "aclnnFlashAttentionScoreGradV3")
 """CANN's operators that take sinks, forward and backward."""
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -69,7 +67,7 @@ def supports(request: Request) -> str | None:
     mask = request.dtypes.get("mask")
     if mask is not None and mask != torch.bool:
         return f"mask is {mask}; the vendor adds a bias before it hides keys, and -inf in a bias is not documented."
-    return unsupported(request) or sinks_unsupported(request, SINK_OPERATORS) or _rows_see_a_key(request)
+    return unsupported(request) or sinks_unsupported(request, SINK_OPERATORS) or some_row_sees_no_key(request)
 
 
 def unsupported(request: Request) -> str | None:
@@ -121,8 +119,11 @@ def _shapes_fit(request: Request) -> str | None:
     return None
 
 
-def _rows_see_a_key(request: Request) -> str | None:
-    """A boolean mask may leave a row empty, which is repaired afterwards; causality and windows must not."""
+def some_row_sees_no_key(request: Request) -> str | None:
+    """Whether causality or a window leaves a query without keys, as a reason.
+
+    A boolean mask may leave a row empty, which is repaired afterwards.
+    """
     q, k = request.shapes["q"][1], request.shapes["k"][1]
     causal = request.options.get("causal", "none")
     left, right = (request.options.get(name, -1) for name in ("window_left", "window_right"))
@@ -163,11 +164,12 @@ def flash_supports(request: Request) -> str | None:
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     """(out, lse); see `AttentionBackend`."""
-    result = forward_call(problem)()
-    if len(result) == 2:
-        computed, lse = result[0], result[1].squeeze(-1)
-    else:
-        computed, lse = result[0], result[1][..., 0] + result[2][..., 0].log()
+    computed, maximum, total, *_ = forward_call(problem)()
+    return finish(problem, computed, maximum[..., 0] + total[..., 0].log(), order)
+
+
+def finish(problem: Problem, computed: Tensor, lse: Tensor, order: str) -> tuple[Tensor, Tensor]:
+    """out in memory `order` and lse, with the rows repaired that see no key."""
     empty = _empty_rows(problem)
     if empty is not None:
         lse = torch.where(empty, lse_without_keys(problem), lse)
@@ -219,26 +221,10 @@ def sinks_gradient(problem: Problem, computed: Tensor, needs: Sequence[bool]) ->
 
 def forward_call(problem: Problem) -> Call:
     """The call that computes out and the softmax's statistics. Layout BSND."""
-    q, k, v = problem.q, problem.k, problem.v
-    heads, kv_heads = q.shape[2], k.shape[2]
-    masking = visibility(problem)
-    decoding = q.shape[1] == 1 and not masking and problem.sinks is None and q.dtype in HALF_TYPES
-    if decoding and heads <= LARGEST_DECODE_GROUP * kv_heads:
-        return Call(
-            "npu_fused_infer_attention_score",
-            (q.contiguous(), k.contiguous(), v.contiguous()),
-            {
-                "num_heads": heads,
-                "num_key_value_heads": kv_heads,
-                "input_layout": "BSND",
-                "scale": problem.scale,
-                "softmax_lse_flag": True,
-            },
-        )
     return Call(
         "npu_fusion_attention_v2",
-        (q, k, v, heads, "BSND"),
-        {"scale": problem.scale, "keep_prob": 1.0, **masking, **sinks_argument(problem)},
+        (problem.q, problem.k, problem.v, problem.q.shape[2], "BSND"),
+        {"scale": problem.scale, "keep_prob": 1.0, **visibility(problem), **sinks_argument(problem)},
     )
 
 
@@ -271,18 +257,21 @@ def visibility(problem: Problem) -> dict[str, Any]:
     queries, keys = problem.q.shape[1], problem.k.shape[1]
     if seen.mask is not None:
         return {"atten_mask": _hidden(problem), "sparse_mode": 1, "inner_precise": 2}
-    if seen.left is None and seen.right is None:
+    # A bound that no row reaches hides nothing: causality of a single query at the end, a window as long as the keys.
+    left = seen.left if seen.left is not None and queries - 1 + seen.offset > seen.left else None
+    right = seen.right if seen.right is not None and seen.offset + seen.right < keys - 1 else None
+    if left is None and right is None:
         return {}
     compressed = {"atten_mask": compressed_mask(problem.q.device)}
-    if seen.left is None and seen.right == 0:
+    if left is None and right == 0:
         return {**compressed, "sparse_mode": 2 if seen.offset == 0 else 3}
     # The vendor counts from the diagonal that ends in the last query and key; ours may start at the first.
     shift = keys - queries - seen.offset
     return {
         **compressed,
         "sparse_mode": 4,
-        "pre_tokens": NO_LIMIT if seen.left is None else seen.left + shift,
-        "next_tokens": NO_LIMIT if seen.right is None else seen.right - shift,
+        "pre_tokens": NO_LIMIT if left is None else left + shift,
+        "next_tokens": NO_LIMIT if right is None else right - shift,
     }
 
 

@@ -27,7 +27,7 @@ def test_importing_and_asking_the_doctor_imports_no_vendor_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *kernels, imported = done.stdout.splitlines()
-    assert {line.split()[0] for line in kernels} == {"ascend", "ascend_packed", "ascend_flash"}
+    assert {line.split()[0] for line in kernels} == {"ascend", "ascend_inference", "ascend_packed", "ascend_flash"}
     assert all("torch_npu is not installed; install the torch-npu release made" in line for line in kernels)
     assert "torch_npu" not in imported
 

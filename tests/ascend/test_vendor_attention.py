@@ -4,7 +4,6 @@ documentation (`ascend_tools/vendor.py`). What the hardware does is not part of 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,16 +12,13 @@ import pytest
 import torch
 from ascend_tools import device, needs, schemas, vendor
 from ascend_tools.attention_oracle import check_backward, check_forward
-from torch import Tensor
+from ascend_tools.vendor_cases import VISIBLE, B, problem_of, request_of
 
-from fusion_pass.kernels import registry
 from fusion_pass.kernels.ascend import attention
-from fusion_pass.kernels.attention_problem import Problem, resolve
+from fusion_pass.kernels.attention_problem import Problem
 
 needs(device.missing())
 needs(schemas.missing())
-
-B, N2, D = 2, 2, 16
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,41 +30,6 @@ def operators() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def newest_cann(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "missing_operator", lambda name: None)
-
-
-VISIBLE = [
-    {"causal": causal, "window_left": left, "window_right": right}
-    for causal, left, right in itertools.product(("none", "top_left", "bottom_right"), (-1, 0, 3), (-1, 0, 2))
-]
-
-
-def problem_of(
-    queries: int, keys: int, group: int, dtype: torch.dtype, mask: Tensor | None, visible: Any, sinks: bool = False
-) -> Problem:
-    generator = torch.Generator().manual_seed(queries * 1000 + keys)
-
-    def normal(length: int, heads: int) -> Tensor:
-        return torch.randn((B, heads, length, D), generator=generator).to(dtype).transpose(1, 2)
-
-    seen = resolve(queries, keys, mask=mask, **visible)
-    sink = torch.randn(N2 * group, generator=generator).to(dtype) if sinks else None
-    return Problem(normal(queries, N2 * group), normal(keys, N2), normal(keys, N2), sink, seen, 0.3, 0.0)
-
-
-def request_of(problem: Problem, op: str, visible: Any, **more: Any) -> registry.Request:
-    present = {"q": problem.q, "k": problem.k, "v": problem.v}
-    if problem.seen.mask is not None:
-        present["mask"] = problem.seen.mask
-    if problem.sinks is not None:
-        present["sinks"] = problem.sinks
-    return registry.Request(
-        op=op,
-        device=device.stand_in(),
-        dtypes={n: t.dtype for n, t in present.items()} | more.pop("dtypes", {}),
-        shapes={n: tuple(t.shape) for n, t in present.items()},
-        options={**visible, "softcap": 0.0, "deterministic": False, **more},
-        training=op == "attention_backward",
-    )
 
 
 def check(problem: Problem) -> None:
@@ -110,12 +71,6 @@ def test_sinks(dtype: torch.dtype, visible: dict[str, Any]) -> None:
     check(problem)
 
 
-def test_sinks_of_one_query_do_not_go_to_the_decoding_operator() -> None:
-    problem = problem_of(1, 7, 2, torch.bfloat16, None, VISIBLE[0], sinks=True)
-    assert attention.forward_call(problem).name == "npu_fusion_attention_v2"
-    check(problem)
-
-
 def test_sinks_need_a_newer_cann(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -128,16 +83,6 @@ def test_sinks_need_a_newer_cann(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in ("attention", "attention_backward"):
         assert "sinks are given, and the CANN" in (attention.supports(request_of(problem, op, VISIBLE[0])) or "")
     assert asked == ["aclnnFlashAttentionScoreV3", "aclnnFlashAttentionScoreGradV3"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("group", [1, 4])
-def test_one_query_is_decoding(dtype: torch.dtype, group: int) -> None:
-    problem = problem_of(1, 7, group, dtype, None, VISIBLE[0])
-    expected = "npu_fusion_attention_v2" if dtype == torch.float32 else "npu_fused_infer_attention_score"
-    assert attention.forward_call(problem).name == expected
-    out, _ = check_forward(attention, problem, "bhsd")
-    assert out.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(

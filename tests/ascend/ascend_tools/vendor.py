@@ -130,13 +130,24 @@ def fusion_attention_grad_v2(
 
 
 def fused_infer_attention_score(query: Tensor, key: Tensor, value: Tensor, **o: Any) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, head_dim = query.shape
     assert o["softmax_lse_flag"]
     assert o["input_layout"] == "BSND"
-    assert (o["num_heads"], o["num_key_value_heads"]) == (query.shape[2], key.shape[2])
+    assert (o["num_heads"], o["num_key_value_heads"]) == (heads, key.shape[2])
+    assert heads <= 64 * key.shape[2]
+    assert heads * head_dim < 65535
+    assert head_dim % 16 == 0
     assert all(t.is_contiguous() for t in (query, key, value))
     assert query.dtype in (torch.float16, torch.bfloat16)
-    assert query.shape[1] == 1
-    out, maximum, total = attend(query, key, value, torch.zeros((), dtype=torch.bool), o["scale"], None)
+    mask, correct_rows = o.get("atten_mask"), o.get("inner_precise", 0) == 2
+    if queries == 1:
+        assert mask is None, "with a single query the mode has no effect"
+    elif mask is not None:
+        assert mask.is_contiguous()
+        assert o["sparse_mode"] in (1, 2, 3), "from where a window counts is not documented"
+        assert o["sparse_mode"] != 1 or tuple(mask.shape[:2]) in ((batch, 1), (1, 1))
+    hide = _hide(o, queries, key.shape[1])
+    out, maximum, total = attend(query, key, value, hide, o["scale"], None, empty_rows=correct_rows)
     return out, maximum[..., :1] + total[..., :1].log()
 
 
