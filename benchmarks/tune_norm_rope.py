@@ -50,6 +50,8 @@ def variants(shape: Shape, direction: str, tokens: int) -> Iterator[Tiles]:
     sizes = [(8, 4, 24, None), (8, 4, 32, 64), (16, 4, 16, 128), (16, 8, 16, 128)]
     if not backward:
         sizes = [(16, 4, 0, None), (32, 4, 0, None), (32, 8, 0, None)]
+    elif shape.norm == "none":  # a rotation alone, one-shot like a forward
+        sizes = [(8, 4, 0, None), (16, 4, 0, None), (32, 4, 0, None)]
     if small:
         sizes += [(8, 1, 16, None), (8, 2, 16, None), (4, 4, 16, None)]
     seen = set()

@@ -116,11 +116,11 @@ def backward(
     if copy is not None:
         tensors += [copy.x, copy.out]
     layout = _Layout(tensors, tables, options, batch, sequence)
-    heavy = needs_tables or any(stream.needs_bias for stream in streams)
+    acc = arithmetic_dtype(*(t.dtype for t in tensors))
+    heavy = needs_tables or acc == torch.float64 or any(stream.needs_bias for stream in streams)
     tiles = backward_tiles(q_heads, k_heads, geometry.head_lanes, layout.sequence, geometry.per_head, heavy)
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     total = layout.batch * blocks
-    acc = arithmetic_dtype(*(t.dtype for t in tensors))
     device = q.grad.device
 
     outputs: list[Tensor | None] = []
