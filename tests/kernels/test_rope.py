@@ -151,6 +151,14 @@ def test_in_place_under_compile() -> None:
         torch.testing.assert_close(result, exact)
 
 
+def test_opcheck_in_place() -> None:
+    x, table = torch.randn(2, 4, 3, 8), torch.randn(20, 4)
+    options = {"rotary_dim": 8, "backend": "reference"}
+    torch.library.opcheck(
+        torch.ops.fusion_pass.rope_.default, (x, table, table * 2, torch.tensor([3, 0, 19, 7])), options
+    )
+
+
 def test_in_place_refuses_a_gradient_and_shared_memory() -> None:
     x, table = torch.randn(2, 4, 3, 8, requires_grad=True), torch.randn(1, 4, 4)
     with pytest.raises(RuntimeError, match="rope_ writes over x and records no gradient"):
