@@ -16,7 +16,7 @@ import importlib
 import os
 import tempfile
 import threading
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,16 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "fusion_pass" / "cuda"
 
 
-@lru_cache
+@cache
 def load(source: str, arch: str, name: str) -> Any:
     """The kernel `name` of `source`, loaded (a `cuda.core.Kernel`, which keeps its code alive). It may be launched on
     every device of that architecture: CUDA 12 and later load code without a context."""
     with _lock:
-        core = importlib.import_module("cuda.core")
-        return core.ObjectCode.from_cubin(cached_cubin(source, arch)).get_kernel(name)
+        object_code = importlib.import_module("cuda.core").ObjectCode
+        try:
+            return object_code.from_cubin(cached_cubin(source, arch)).get_kernel(name)
+        except Exception:  # a damaged file in the cache; if it is something else, the fresh code says so
+            return object_code.from_cubin(compile_cubin(source, arch)).get_kernel(name)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -99,7 +102,7 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
-@lru_cache
+@cache
 def _nvrtc_version() -> str:
     importlib.import_module("cuda.core")
     error, *version = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
@@ -108,7 +111,7 @@ def _nvrtc_version() -> str:
     return ".".join(map(str, version))
 
 
-@lru_cache
+@cache
 def _sources_digest() -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCES.glob("*.cuh")):

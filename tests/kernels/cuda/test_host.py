@@ -16,6 +16,7 @@ import torch
 from cuda_cases import MODEL_SIZE, by_kernel, prepared
 from norm_rope_cases import CASES, Case
 
+from fusion_pass import FusionConfig
 from fusion_pass.kernels import cuda, registry
 from fusion_pass.kernels.cuda import compiler, launch
 from fusion_pass.kernels.cuda.instance import Access, entry_rows, lane_access, slot_constants, table_access
@@ -201,6 +202,31 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert compiler.cache_folder() == Path.home() / ".cache" / "fusion_pass" / "cuda"
     monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "mine"))
     assert compiler.cache_folder() == tmp_path / "mine"
+
+
+def test_the_variable_is_no_setting_of_the_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Unknown FUSION_PASS_* variables are errors of the pass's configuration; this one is known."""
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
+    assert FusionConfig.load() == FusionConfig()
+
+
+def test_a_damaged_cubin_is_compiled_again(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
+    compiler.cached_cubin("damaged", "sm_90")
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(b"half of")
+
+    def from_cubin(cubin: bytes) -> SimpleNamespace:
+        if cubin == b"half of":
+            raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
+        return SimpleNamespace(get_kernel=lambda name: (name, cubin))
+
+    core = SimpleNamespace(ObjectCode=SimpleNamespace(from_cubin=from_cubin))
+    monkeypatch.setattr(compiler.importlib, "import_module", lambda _: core)
+    assert compiler.load("damaged", "sm_90", "kernel") == ("kernel", b"cubin of damaged")
+    assert compiled == ["sm_90 damaged"] * 2
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
