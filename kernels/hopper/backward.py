@@ -28,6 +28,7 @@ from . import barriers
 from .backward_state import (
     DQ_FREE,
     DQ_FULL,
+    DQ_FULL_ODD,
     FIRST,
     LAST,
     STAGE_FREE,
@@ -81,42 +82,39 @@ def load_partition(p, mem, T: gl.constexpr):
 
 
 @gluon.jit
-def dq_partition(p, mem, T: gl.constexpr):
+def dq_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
+    """Add tiles of dQ to memory: all of them, or every second one (`which`) where two warps take turns."""
     kv_heads, group, seq_q, seq_k = p.sizes
     b, kv = batch_and_head(p)
     first, last = p.tiles
-    ALL: gl.constexpr = T.num_warps * 32 + 32
     HALF: gl.constexpr = 128 + 32
+    FULL: gl.constexpr = DQ_FULL if which == 0 else DQ_FULL_ODD
     per_head = gl.cdiv(seq_q, T.block_m)
-    if T.split_dq:
+    if which == 0:
         barriers.arrive(DQ_FREE, HALF)
         barriers.arrive(DQ_FREE + 1, HALF)
-    else:
-        barriers.arrive(DQ_FREE, ALL)
-    for member in range(group):
-        h = kv * group + member
-        for i in range(last - first):
-            tile = tile_at(i, first, last, T)
-            row0 = tile * T.block_m
-            if T.deterministic:
-                turn = p.turns + (b * kv_heads * group + h) * per_head + tile
-                barriers.wait_for_turn(turn, earlier_blocks(tile, p, T))
-            if T.split_dq:
-                barriers.sync(DQ_FULL, HALF)
-                tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
-                barriers.sync(DQ_FULL + 1, HALF)
-                tma_reduce_add(p.dq, [b, h, row0, T.qk_dim // 2], mem.dq_halves.index(1))
-                tma_store_wait(1)
-                barriers.arrive(DQ_FREE, HALF)
-                tma_store_wait(0)
-                barriers.arrive(DQ_FREE + 1, HALF)
-            else:
-                barriers.sync(DQ_FULL, ALL)
-                tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
-                tma_store_wait(0)
-                barriers.arrive(DQ_FREE, ALL)
-            if T.deterministic:
-                barriers.pass_turn(turn)
+    h = kv * group
+    i = last * 0 + which
+    for _ in range(which, group * (last - first), T.dq_warps):
+        while i >= last - first:
+            i -= last - first
+            h += 1
+        tile = tile_at(i, first, last, T)
+        row0 = tile * T.block_m
+        if T.deterministic:
+            turn = p.turns + (b * kv_heads * group + h) * per_head + tile
+            barriers.wait_for_turn(turn, earlier_blocks(tile, p, T))
+        barriers.sync(FULL, HALF)
+        tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
+        barriers.sync(FULL + 1, HALF)
+        tma_reduce_add(p.dq, [b, h, row0, T.qk_dim // 2], mem.dq_halves.index(1))
+        tma_store_wait(1)
+        barriers.arrive(DQ_FREE, HALF)
+        tma_store_wait(0)
+        barriers.arrive(DQ_FREE + 1, HALF)
+        if T.deterministic:
+            barriers.pass_turn(turn)
+        i += T.dq_warps
 
 
 # ---------------------------------------------------------------------------------------------------- compute
@@ -204,8 +202,16 @@ def backward_kernel(
         (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride), (scale, cap_scale, grad_scale),
         parts, block * T.block_n, (first, last),
     )  # fmt: skip
-    gl.warp_specialize([
-        (compute_partition, (p, mem, T)),
-        (load_partition, (p, mem, T)),
-        (dq_partition, (p, mem, T)),
-    ], [1, 1], [24, 24])  # fmt: skip
+    if T.deterministic:
+        gl.warp_specialize([
+            (compute_partition, (p, mem, T)),
+            (load_partition, (p, mem, T)),
+            (dq_partition, (p, mem, 0, T)),
+            (dq_partition, (p, mem, 1, T)),
+        ], [1, 1, 1], [24, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute_partition, (p, mem, T)),
+            (load_partition, (p, mem, T)),
+            (dq_partition, (p, mem, 0, T)),
+        ], [1, 1], [24, 24])  # fmt: skip

@@ -8,7 +8,9 @@ from .gluon_api import aggregate, partition_barrier
 from .scores import hide_other_segments
 
 DQ_FULL = gl.constexpr(4)
-"""Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO free"."""
+"""Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO
+free", 10, 11 as 4, 5 for every second tile, where two warps add dQ."""
+DQ_FULL_ODD = gl.constexpr(10)
 DQ_FREE = gl.constexpr(6)
 STAGE_FREE = gl.constexpr(8)
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import barriers
-from .backward_state import DQ_FREE, DQ_FULL, STAGE_FREE, dq_layout, gradient_layout, hide, scores_layout
+from .backward_state import DQ_FREE, DQ_FULL, DQ_FULL_ODD, STAGE_FREE, dq_layout, gradient_layout, hide, scores_layout
 from .gluon_api import partition_barrier
 from .scores import tanh
 
@@ -67,16 +67,13 @@ def step(use, tile, masked, dk, dv, p, mem, T: gl.constexpr):
     # Operands are dependences of the waits: their registers must not be reused while a product reads them
     # (docs/hopper.md, hazards).
     dq, dv, p_operand = warpgroup_mma_wait(1, (dq, dv, p_operand))
-    if T.split_dq:
-        barriers.sync_of_warpgroup(DQ_FREE, 160)
-    else:
-        barriers.sync(DQ_FREE, THREADS)
+    barriers.sync_of_warpgroup(DQ_FREE, 160)
     mem.dq.store(dq)
     fence_async_shared()
-    if T.split_dq:
+    if T.dq_warps == 1:
         barriers.arrive_of_warpgroup(DQ_FULL, 160)
     else:
-        barriers.arrive(DQ_FULL, THREADS)
+        barriers.arrive_of_warpgroup(DQ_FULL + (use & 1) * (DQ_FULL_ODD - DQ_FULL), 160)
     dk, ds_operand = warpgroup_mma_wait(0, (dk, ds_operand))
     barriers.arrive(STAGE_FREE + stage, THREADS)
     return dk, dv

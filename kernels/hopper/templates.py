@@ -99,6 +99,12 @@ class BackwardTemplate(Template):
         return self.block_m == 64
 
     @property
+    def dq_warps(self) -> int:
+        """Warps that add dQ to memory. With `deterministic` two take turns: one waits until its addition is written
+        while the other waits for its turn."""
+        return 2 if self.deterministic else 1
+
+    @property
     def dq_lanes(self) -> int:
         """Lanes of dQ in one reduce-add."""
         return self.qk_dim // 2 if self.split_dq else self.qk_dim
