@@ -5,16 +5,17 @@ one run, interleaved:
 
 - `torch.compile`: what a user has today (Hugging Face hands SDPA an explicit mask that only says "causal");
 - `is_causal by hand`: torch.compile, attention replaced by a call with `is_causal=True` and no mask;
-- `fusion_pass`: `torch.compile(model, backend="fusion_pass")`.
+- `fusion_pass`: `torch.compile(model, backend="fusion_pass")`;
+- `whole block` (only if named by `--variants`): the same with `FusionConfig(whole_block=True)`.
 
-The optimiser is left out: it is the same in all three. Needs the extra `zoo` and a GPU.
+The optimiser is left out: it is the same in all of them. Needs the extra `zoo` and a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+import fusion_pass
 from benchmarks.timing import RESULTS, Row, write_results
 
 LAYERS = 4
@@ -76,7 +78,17 @@ def arguments_of(name: str, batch: int, tokens: int) -> dict[str, Any]:
     return given
 
 
-def steps_of(name: str, batch: int, tokens: int) -> dict[str, Callable[[], Tensor]]:
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "torch.compile": ("sdpa", {}),
+    "is_causal by hand": ("causal_by_hand", {}),
+    "fusion_pass": ("sdpa", {"backend": "fusion_pass"}),
+    "whole block": ("sdpa", {"backend": fusion_pass.backend(fusion_pass.FusionConfig(whole_block=True))}),
+}
+"""Name: attention function of transformers, arguments of `torch.compile`."""
+ALWAYS = ("torch.compile", "is_causal by hand", "fusion_pass")
+
+
+def steps_of(name: str, batch: int, tokens: int, variants: Sequence[str] = ALWAYS) -> dict[str, Callable[[], Tensor]]:
     """One step per variant; each returns the gradient of the first layer's query projection, a copy of it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -86,11 +98,6 @@ def steps_of(name: str, batch: int, tokens: int) -> dict[str, Callable[[], Tenso
     weights = MODELS[name]().state_dict()
     given = arguments_of(name, batch, tokens)
     upstream = torch.randn(batch, tokens, SIZES["hidden_size"], device="cuda", dtype=torch.bfloat16)
-    variants = {
-        "torch.compile": ("sdpa", {}),
-        "is_causal by hand": ("causal_by_hand", {}),
-        "fusion_pass": ("sdpa", {"backend": "fusion_pass"}),
-    }
 
     def make(attention: str, options: dict[str, Any]) -> Callable[[], Tensor]:
         model = MODELS[name]()
@@ -108,7 +115,7 @@ def steps_of(name: str, batch: int, tokens: int) -> dict[str, Callable[[], Tenso
 
         return step
 
-    return {variant: make(*what) for variant, what in variants.items()}
+    return {variant: make(*VARIANTS[variant]) for variant in variants}
 
 
 def time_steps(steps: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
@@ -144,8 +151,8 @@ def peak_of(step: Callable[[], Tensor]) -> float:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def benchmark(name: str, batch: int, tokens: int, rounds: int, profiled: bool) -> Row:
-    steps = steps_of(name, batch, tokens)
+def benchmark(name: str, batch: int, tokens: int, rounds: int, profiled: bool, variants: Sequence[str] = ALWAYS) -> Row:
+    steps = steps_of(name, batch, tokens, variants)
     gradients = {variant: step().float() for variant, step in steps.items()}
     expected = gradients["torch.compile"]
     for variant, gradient in gradients.items():
@@ -182,15 +189,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=size, default=TOKENS, help="batch x tokens, e.g. 2x8192")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="more than the usual three")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     rows = []
+    variants = [variant for variant in VARIANTS if variant in ALWAYS or variant in arguments.variants]
     for batch, tokens in arguments.tokens:
         for name in arguments.models:
-            rows.append(benchmark(name, batch, tokens, arguments.rounds, arguments.profile))
+            rows.append(benchmark(name, batch, tokens, arguments.rounds, arguments.profile, variants))
             path = write_results("training_step", rows, folder=arguments.out)
     print(f"wrote {path}")
 

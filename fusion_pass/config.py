@@ -46,6 +46,11 @@ class FusionConfig:
     """Kernels the plan may choose from, e.g. `("triton",)`; `None`: every one that runs here.
     Naming kernels is a request: a site that none of them can serve raises `FusionError`."""
 
+    whole_block: bool = False
+    """Join norm + rotation and the attention it feeds into one operator, `norm_rope_attention`: per layer the rotated
+    queries and keys (from a packed projection also the values) are not kept for the backward, which computes them
+    again. Off: the parts stay apart, for a step without that second run, and for selective activation checkpoints."""
+
     allow_reference: bool = False
     """Also fuse into the `reference` kernel (plain ATen). For tests and machines without a fused kernel: right, not
     fast."""
@@ -109,7 +114,7 @@ class FusionConfig:
 
     def cache_key(self) -> str:
         """The settings that change the graph; the others leave a compiled artefact valid."""
-        shaping = ("enabled", "fusions", "skip_fusions", "kernels", "allow_reference", "deterministic")
+        shaping = ("enabled", "fusions", "skip_fusions", "kernels", "whole_block", "allow_reference", "deterministic")
         return repr([(name, getattr(self, name)) for name in shaping])
 
 

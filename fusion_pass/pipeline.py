@@ -12,7 +12,8 @@ from fusion_pass import report, rewrite
 from fusion_pass.config import FusionConfig
 from fusion_pass.extensions import patterns
 from fusion_pass.graph.site import Refusal, Site
-from fusion_pass.plan import Repeats, Unplannable, plan_site
+from fusion_pass.patterns.block import blocks
+from fusion_pass.plan import Planned, Repeats, Unplannable, plan_site
 from fusion_pass.report import Report, SiteReport
 from fusion_pass.verify import Verifier
 
@@ -65,8 +66,26 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
     records: dict[int, SiteReport] = {}
     taken: set[fx.Node] = set()
     renamed: dict[fx.Node, fx.Node] = {}
-    repeats = Repeats()
+    repeats, views = Repeats(), rewrite.Views()
+
+    def applied(plan: Planned) -> SiteReport:
+        verifier.check(plan)
+        taken.update(plan.site.region)
+        renamed.update(rewrite.apply(plan, views))
+        return report.fused(plan)
+
+    index_of = {id(place): index for index, place in enumerate(found)}
+    joined: set[int] = set()
+    for block in list(blocks(graph, found)) if config.whole_block else ():
+        try:
+            plan = plan_site(block.site, config, renamed, repeats)
+        except Unplannable:
+            continue  # its parts are tried below, each with its own reason
+        records[index_of[id(block.attention)]] = applied(plan)
+        joined.add(index_of[id(block.norm_rope)])
     for index, place in _largest_first(found):
+        if index in records or index in joined:
+            continue
         try:
             if isinstance(place, Refusal):
                 raise Unplannable(place.reason)
@@ -76,14 +95,11 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
         except Unplannable as reason:
             records[index] = report.skipped(place, str(reason))
             continue
-        verifier.check(plan)
-        taken |= place.region
-        renamed.update(rewrite.apply(plan))
-        records[index] = report.fused(plan)
+        records[index] = applied(plan)
     if renamed:
         graph.lint()
         module.recompile()
-    return [records[index] for index in range(len(found))]
+    return [records[index] for index in range(len(found)) if index not in joined]
 
 
 def _largest_first(found: list[Site | Refusal]) -> Iterator[tuple[int, Site | Refusal]]:

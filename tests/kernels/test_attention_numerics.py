@@ -209,7 +209,7 @@ HARDWARE += [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "dtype"), HARDWARE)
+@pytest.mark.parametrize(("name", "dtype"), HARDWARE, ids=lambda value: str(value).removeprefix("torch."))
 def test_triton(name: str, dtype: torch.dtype, device: torch.device) -> None:
     assert_no_worse_than_eager(CASES[name], dtype, device, "triton")
 

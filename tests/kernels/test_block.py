@@ -29,18 +29,18 @@ class Case:
 TOKENS = 21
 CASES = {
     "qwen3": Case(),
-    "qwen3 packed": Case({"packing": "blocked"}),
+    "qwen3_packed": Case({"packing": "blocked"}),
     "grouped": Case({"packing": "grouped"}, {"causal": "none"}),
     "gemma3": Case({"options": {"norm": "rms_one_plus"}}, {"causal": "top_left", "window_left": 6, "scale": 0.3}),
-    "gemma2 packed": Case({"packing": "blocked", "options": {"norm": "none"}}, {"softcap": 5.0, "window_left": 6}),
+    "gemma2_packed": Case({"packing": "blocked", "options": {"norm": "none"}}, {"softcap": 5.0, "window_left": 6}),
     "olmo2": Case({"options": {"norm_scope": "hidden"}, "per_lane": True}),
-    "olmo2 packed": Case({"packing": "blocked", "options": {"norm_scope": "hidden"}}),
+    "olmo2_packed": Case({"packing": "blocked", "options": {"norm_scope": "hidden"}}),
     "qwen3_vl": Case({"options": norm_rope_cases.INTERLEAVED}),
     "llama": Case({"options": {"norm": "none"}, "per_lane": True}),
-    "layer norm, no rotation": Case({"affine": "wb", "options": {"norm": "layer", "rotary_dim": 0}}),
+    "layer_norm_alone": Case({"affine": "wb", "options": {"norm": "layer", "rotary_dim": 0}}),
     "gpt_oss": Case({"options": {"norm": "none"}}, {"causal": "top_left", "window_left": 5}, sinks=True),
-    "a mask of data": Case(mask=True, attention={}),
-    "positions, packed": Case({"positions": "per sample", "packing": "blocked", "options": {"rotary_dim": 8}}),
+    "mask_of_data": Case(mask=True, attention={}),
+    "positions_packed": Case({"positions": "per sample", "packing": "blocked", "options": {"rotary_dim": 8}}),
 }
 
 
@@ -128,7 +128,7 @@ def test_reference(name: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are tested on it")
-@pytest.mark.parametrize("name", ["qwen3", "qwen3 packed", "grouped", "olmo2 packed", "a mask of data"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_packed", "grouped", "olmo2_packed", "mask_of_data"])
 def test_triton_interpreted(name: str) -> None:
     check(CASES[name], torch.float32, torch.device("cpu"), "triton")
 
@@ -159,7 +159,7 @@ def test_the_gradient_is_one_packed_tensor_and_v_is_not_copied(monkeypatch: pyte
 
     monkeypatch.setattr(attention_reference, "forward", watched_forward)
     monkeypatch.setattr(attention_reference, "backward", watched_backward)
-    setting = Setting.of(CASES["qwen3 packed"], torch.float32, torch.device("cpu"))
+    setting = Setting.of(CASES["qwen3_packed"], torch.float32, torch.device("cpu"))
     inputs, v, sinks, _ = setting.leaves(torch.float32)
     out, _ = norm_rope_attention(**setting.arguments(inputs, v, sinks), backend="reference")
     assert seen["v"] == inputs.x[0].data_ptr() + 4 * 16 * (4 + 2)
@@ -187,7 +187,7 @@ def test_only_the_gradients_that_are_needed(kept: str) -> None:
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3 packed", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_packed", "gpt_oss"])
 def test_opcheck(name: str) -> None:
     setting = Setting.of(CASES[name], torch.float32, torch.device("cpu"))
     inputs, v, sinks, _ = setting.leaves(torch.float32)
