@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion_pass.config import FusionConfig
 from fusion_pass.errors import FusionError
+from fusion_pass.graph.repeats import facts
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step
 from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, written_arguments
 from fusion_pass.kernels import registry
@@ -86,7 +87,7 @@ class Repeats:
     """
 
     def __init__(self) -> None:
-        self._plans: dict[str, Planned] = {}
+        self._plans: dict[object, Planned] = {}
 
     def plan(self, site: Site, operands: Mapping[str, Operand], options: Mapping[str, Literal]) -> Planned | None:
         """The plan of an earlier site, moved to this one, if what was evaluated for it is the same here."""
@@ -110,16 +111,20 @@ class Repeats:
             self._plans[_signature(plan.site, operands, options)] = plan
 
 
-def _signature(site: Site, operands: Mapping[str, Operand], options: Mapping[str, Literal]) -> str:
+def _signature(site: Site, operands: Mapping[str, Operand], options: Mapping[str, Literal]) -> object:
     """Everything that the evaluation of a site depends on."""
 
-    def described(node: fx.Node) -> tuple[object, ...]:
-        value = fake(node)
-        return (value.dtype, value.device, str(value.shape), str(value.stride()), value.requires_grad)
+    def described(place: Operand | Output) -> tuple[object, ...]:
+        value = fake(place.node)
+        return place.steps, facts(value), value.requires_grad
 
-    tensors = [(name, operand.steps, described(operand.node)) for name, operand in operands.items()]
-    outputs = [(output.index, output.steps, described(output.node)) for output in site.outputs]
-    return repr((site.call.namespace, site.call.name, tensors, outputs, sorted(options.items())))
+    return (
+        site.call.namespace,
+        site.call.name,
+        tuple([(name, type(o), tuple(o) if isinstance(o, list) else o) for name, o in options.items()]),
+        tuple([(name, *described(operand)) for name, operand in operands.items()]),
+        tuple([(output.index, *described(output)) for output in site.outputs]),
+    )
 
 
 def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Node], repeats: Repeats) -> Planned:

@@ -11,17 +11,22 @@ from torch import fx
 
 from fusion_pass.graph.site import Step
 from fusion_pass.graph.vocabulary import written_arguments
-from fusion_pass.plan import Planned
+from fusion_pass.plan import Moved, Planned
+
+Views = dict[tuple[fx.Node, Step], fx.Node]
+"""Views of operands that were put into one graph, by what they are views of. The next site that reads the same tables
+takes them as they are."""
+
+_VIEWS = frozenset("transpose permute unflatten unsqueeze squeeze select narrow".split())
 
 _INHERITED_META = ("nn_module_stack", "source_fn_stack", "stack_trace", "fwd_nn_module_stack", "custom")
 """What a new node takes over from the site's anchor: where in the user's model it stands."""
 
 
-def apply(plan: Planned) -> dict[fx.Node, fx.Node]:
+def apply(plan: Planned, views: Views) -> dict[fx.Node, fx.Node]:
     """Put the planned call into its graph and take the site's nodes out. Returns which node replaces which."""
-    graph = plan.site.anchor.graph
-    with graph.inserting_before(plan.after.next):
-        replaced = _insert(plan, _Editor(plan))
+    with plan.site.anchor.graph.inserting_before(plan.after.next):
+        replaced = _insert(plan, _Editor(plan, views))
     for result in plan.results:
         node = replaced[result.replaces]
         result.replaces.replace_all_uses_with(node, delete_user_cb=lambda user: user not in plan.site.region)
@@ -30,7 +35,7 @@ def apply(plan: Planned) -> dict[fx.Node, fx.Node]:
 
 
 def _insert(plan: Planned, editor: _Editor) -> dict[fx.Node, fx.Node]:
-    tensors = {name: editor.chain(moved.node, moved.steps, moved.values) for name, moved in plan.tensors.items()}
+    tensors = {name: editor.operand(moved) for name, moved in plan.tensors.items()}
     options = {name: value for name, value in plan.options.items() if value is not None}
     call = editor.place("call_function", plan.target, plan.value)
     call.kwargs = {**tensors, **options}
@@ -49,7 +54,9 @@ def _insert(plan: Planned, editor: _Editor) -> dict[fx.Node, fx.Node]:
 class _Editor:
     """Makes nodes at the graph's insertion point, each with its fake value and the anchor's provenance."""
 
-    def __init__(self, plan: Planned) -> None:
+    def __init__(self, plan: Planned, views: Views) -> None:
+        self.views = views
+        self.after = plan.after
         anchor = plan.site.anchor
         self.graph = anchor.graph
         # Where a graph keeps fake values: Dynamo's in `example_value`, an exported one's in `val`.
@@ -62,6 +69,18 @@ class _Editor:
         node = self.graph.create_node(op, target)
         node.meta.update(self.meta)
         node.meta[self.key] = value
+        return node
+
+    def operand(self, moved: Moved) -> fx.Node:
+        """What the call reads."""
+        node = moved.node
+        for step, value in zip(moved.steps, moved.values[1:], strict=True):
+            view = self.views.get((node, step))
+            if view is None or view._erased or self.after < view:
+                view = self.chain(node, (step,), (None, value))
+                if step.method in _VIEWS:
+                    self.views[node, step] = view
+            node = view
         return node
 
     def chain(self, node: fx.Node, steps: Iterable[Step], values: Sequence[Any]) -> fx.Node:

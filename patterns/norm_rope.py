@@ -48,9 +48,7 @@ def _readings(graph: fx.Graph, effects: Effects) -> tuple[list[Reading], list[Re
     refusals: list[Refusal] = []
     taken: set[fx.Node] = set()
     known: Repeats[Reading | Refused | None] = Repeats(effects)
-    for node in roots(graph, effects):
-        if node in taken:
-            continue
+    for node in roots(graph, effects, taken):
         verdict = _verdict(effects, node, known)
         if isinstance(verdict, Reading):
             try:

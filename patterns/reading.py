@@ -5,7 +5,7 @@ x ──(casts)── norm? ── rotation ── norm? ── end          at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -102,12 +102,12 @@ def transferred(reading: Reading, to: Mapping[fx.Node, fx.Node]) -> Reading:
     )
 
 
-def roots(graph: fx.Graph, effects: Effects) -> Iterator[fx.Node]:
+def roots(graph: fx.Graph, effects: Effects, taken: Container[fx.Node]) -> Iterator[fx.Node]:
     """Nodes at which a rotation may end, last first: sums of products, and the last write of memory filled piece by
-    piece.
+    piece. Those in `taken`, which may grow on the way, are left out.
     """
     for node in reversed(graph.nodes):
-        if node.op not in ("call_function", "call_method"):
+        if node.op not in ("call_function", "call_method") or node in taken:
             continue
         if (operation(node) in _SUMS and _is_features(fake_tensor(node)) and _mixes(node)) or (
             written_arguments(node) and _ends_filling(node, effects)

@@ -18,10 +18,12 @@ class Effects:
     """Order, storages and writes of one graph. Built once; valid as long as the graph does not change."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
         self.order: dict[fx.Node, int] = {}
         self._storage: dict[fx.Node, int | None] = {}
         self._writes: dict[int, list[fx.Node]] = {}
         self._writes_at: dict[int, list[int]] = {}
+        self._last = -1
         for position, node in enumerate(graph.nodes):
             self.order[node] = position
             for target in written_arguments(node):
@@ -29,6 +31,16 @@ class Effects:
                 if key is not None and (not self._writes.get(key) or self._writes[key][-1] is not node):
                     self._writes.setdefault(key, []).append(node)
                     self._writes_at.setdefault(key, []).append(position)
+                    self._last = position
+
+    @property
+    def any_writes(self) -> bool:
+        """Whether the graph writes to memory at all."""
+        return bool(self._writes)
+
+    def any_writes_behind(self, node: fx.Node) -> bool:
+        """Whether any memory is written behind `node`."""
+        return self._last > self.order[node]
 
     @cached_property
     def origin(self) -> dict[int, fx.Node]:
@@ -39,6 +51,12 @@ class Effects:
             if key is not None:
                 origin.setdefault(key, node)
         return origin
+
+    def origin_of(self, node: fx.Node) -> fx.Node:
+        """The allocation that `node`, which holds a tensor, is a view of."""
+        storage = self.storage(node)
+        assert storage is not None
+        return self.origin[storage]
 
     def storage(self, node: fx.Node) -> int | None:
         """Identity of the memory behind `node`; None for nodes that hold no tensor."""

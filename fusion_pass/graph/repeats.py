@@ -1,15 +1,19 @@
 """Layers repeat: what was found out about one place of a graph holds for every place built the same way.
 
 A place is compared with an earlier one node by node, from its root upwards through everything the reader can evaluate
-and downwards through what reads it. Nothing is hashed, so there is no wrong hit: either every node has exactly one
-counterpart with the same operation, literals, shape, strides, dtype, writes and order, or the places are different.
-Nodes that both places share (the rotary tables of the model) are their own counterparts and are not followed further.
+and downwards through what reads it. There is no wrong hit: either every node has exactly one counterpart with the same
+operation, literals, shape, strides, dtype, writes and order, or the places are different. Nodes that both places share
+(the rotary tables of the model) are their own counterparts and are not followed further.
+
+What a node is, apart from which nodes it reads, is its `Form`. Forms are looked up once for each node and numbered,
+so that comparing two nodes is comparing two numbers. The shape, strides and dtype of what is followed need no look:
+they follow from the operation, its literals and the same of its inputs, unless autocast changes in the graph.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,152 +21,164 @@ from torch import fx
 
 from .effects import Effects
 from .region import downstream, modelled
-from .vocabulary import fake, size, sizes
+from .vocabulary import fake, size
 
 T = TypeVar("T")
 
 Mapping = dict[fx.Node, fx.Node]
-Facts = dict[fx.Node, object]
+
+_ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 
 _READERS = 40
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-"""Types of most literals, which need no look inside."""
+"""Types of most literals, which are compared by their values. Others are the same only as one object."""
+
+
+Form = tuple[int, tuple[fx.Node, ...]]
+"""What a node is: a number, equal for two nodes that differ in their inputs at most, and the inputs in order of
+appearance (none when the node is not followed)."""
+
+
+@dataclass(frozen=True)
+class _Place(Generic[T]):
+    root: fx.Node
+    readers: tuple[fx.Node, ...]
+    verdict: T
 
 
 class Repeats(Generic[T]):
-    """Verdicts by place."""
+    """Verdicts by place. Valid as long as the graph does not change.
 
-    def __init__(self, effects: Effects) -> None:
+    `followed`: through which nodes a verdict may depend on what they read; a place ends at the others.
+    """
+
+    def __init__(self, effects: Effects, followed: Callable[[fx.Node], bool] = modelled) -> None:
         self._effects = effects
-        self._facts: Facts = {}
-        self._known: dict[object, list[tuple[fx.Node, T]]] = {}
+        self._followed = followed
+        self._modes_change = bool(effects.graph.find_nodes(op="call_function", target=_ENTER_AUTOCAST))
+        self._forms: dict[fx.Node, Form] = {}
+        self._kinds: dict[object, int] = {}
+        self._known: dict[object, list[_Place[T]]] = {}
 
     def lookup(self, root: fx.Node) -> tuple[T, Mapping] | None:
         """The verdict on a place that is built like the one at `root`, and the counterpart of each of its nodes."""
-        for earlier, verdict in self._known.get(self._kind(root), ()):
-            mapping = counterparts(self._effects, self._facts, earlier, root)
-            if mapping is not None:
-                return verdict, mapping
+        places = self._known.get(self._key(root), ())
+        readers = self._readers(root) if places else ()
+        for place in places:
+            if len(place.readers) == len(readers):
+                mapping = self._counterparts([(place.root, root), *zip(place.readers, readers, strict=True)])
+                if mapping is not None:
+                    return place.verdict, mapping
         return None
 
     def add(self, root: fx.Node, verdict: T) -> None:
         """Remember `verdict` for `root`."""
-        self._known.setdefault(self._kind(root), []).append((root, verdict))
+        place = _Place(root, self._readers(root), verdict)
+        self._known.setdefault(self._key(root), []).append(place)
 
-    @staticmethod
-    def _kind(root: fx.Node) -> object:
-        return root.target, len(root.all_input_nodes), len(root.users)
+    def form(self, node: fx.Node) -> Form:
+        """The form of `node`."""
+        form = self._forms.get(node)
+        if form is None:
+            inputs: list[fx.Node] = []
+            followed = self._followed(node)
+            key = (
+                node.op,
+                node.target if node.op in ("call_function", "call_method") else None,
+                _skeleton(node.args, inputs) if followed else None,
+                _skeleton(node.kwargs, inputs) if followed and node.kwargs else None,
+                None if followed and not self._modes_change else facts(fake(node)),
+            )
+            form = self._forms[node] = (self._kinds.setdefault(key, len(self._kinds)), tuple(inputs))
+        return form
 
+    def _key(self, root: fx.Node) -> object:
+        return self.form(root)[0], len(root.users)
 
-def counterparts(effects: Effects, known: Facts, old: fx.Node, new: fx.Node) -> Mapping | None:
-    """For each node that matters to the place at `old`, the one in its stead at `new`; None if the places differ.
+    def _readers(self, root: fx.Node) -> tuple[fx.Node, ...]:
+        start = root
+        writes = [n for n in root.all_input_nodes if root in self._effects.writes(n)]
+        if writes:
+            start = self._effects.origin_of(writes[0])
+        return tuple(downstream(start, _READERS, modelled))
 
-    `known` holds the facts of nodes compared before, of the same graph.
-    """
-    comparison = _Comparison(effects, known)
-    if not comparison.pair(old, new):  # what tells most places apart, before anything else is looked at
-        return None
-    readers = [_readers(effects, root) for root in (old, new)]
-    if len(readers[0]) != len(readers[1]):
-        return None
-    pairs = [(old, new), *zip(*readers, strict=True)]
-    if not all(comparison.pair(a, b) for a, b in pairs) or not comparison.run():
-        return None
-    order = effects.order
-    places = sorted((order[a], order[b]) for a, b in comparison.forward.items())
-    if any(x[1] >= y[1] for x, y in itertools.pairwise(places)):
-        return None
-    if any(len(a.users) != len(b.users) for a, b in pairs):
-        return None
-    return comparison.forward
+    def _counterparts(self, queue: list[tuple[fx.Node, fx.Node]]) -> Mapping | None:
+        """For each node that matters to one place, the one in its stead at the other; None if the places differ.
+        `queue`: the roots and their readers."""
+        if any(len(a.users) != len(b.users) for a, b in queue):
+            return None
+        forward: Mapping = {}
+        taken: set[fx.Node] = set()
+        while queue:
+            a, b = queue.pop()
+            known = forward.get(a)
+            if known is not None or b in taken:
+                if known is not b:
+                    return None
+                continue
+            forward[a] = b
+            taken.add(b)
+            if a is not b:
+                (kind, inputs), (other, others) = self.form(a), self.form(b)
+                if kind != other:
+                    return None
+                queue += zip(inputs, others, strict=True)
+            if self._effects.any_writes and not self._follow_writes(a, b, queue):
+                return None
+        return forward if self._same_order(forward) else None
 
-
-def _readers(effects: Effects, root: fx.Node) -> list[fx.Node]:
-    start = root
-    writes = [n for n in root.all_input_nodes if root in effects.writes(n)]
-    if writes:
-        storage = effects.storage(writes[0])
-        assert storage is not None
-        start = effects.origin[storage]
-    return downstream(start, _READERS, modelled)
-
-
-class _Comparison:
-    def __init__(self, effects: Effects, known: Facts) -> None:
-        self.effects = effects
-        self.known = known
-        self.forward: Mapping = {}
-        self.backward: Mapping = {}
-        self.queue: list[tuple[fx.Node, fx.Node]] = []
-
-    def pair(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether `b` can be the counterpart of `a`, as far as is known now."""
-        if a in self.forward or b in self.backward:
-            return self.forward.get(a) is b and self.backward.get(b) is a
-        self.forward[a], self.backward[b] = b, a
-        writes = self.effects.writes(a), self.effects.writes(b)
-        if a is not b:
-            if (
-                a.op != b.op
-                or (a.op in ("call_function", "call_method") and a.target != b.target)
-                or self.facts(a) != self.facts(b)
-            ):
-                return False
-            self.queue.append((a, b))
-        elif not writes[0]:
-            return True
-        if len(writes[0]) != len(writes[1]):
+    def _follow_writes(self, a: fx.Node, b: fx.Node, queue: list[tuple[fx.Node, fx.Node]]) -> bool:
+        """Whether the memory of `a` and `b` is written equally often; the writes are counterparts, and so are the
+        allocations."""
+        writes, others = self._effects.writes(a), self._effects.writes(b)
+        if len(writes) != len(others):
             return False
-        return all(self.pair(x, y) for x, y in zip(*writes, strict=True)) and self._pair_origins(a, b, bool(writes[0]))
-
-    def _pair_origins(self, a: fx.Node, b: fx.Node, written: bool) -> bool:
-        if not written:
-            return True
-        x, y = self.effects.storage(a), self.effects.storage(b)
-        return x is not None and y is not None and self.pair(self.effects.origin[x], self.effects.origin[y])
-
-    def facts(self, node: fx.Node) -> object:
-        """`facts` of what `node` computes."""
-        if node not in self.known:
-            self.known[node] = facts(fake(node))
-        return self.known[node]
-
-    def run(self) -> bool:
-        """Follow the arguments of every pair."""
-        while self.queue:
-            a, b = self.queue.pop()
-            known = modelled(a)
-            if known != modelled(b):
-                return False
-            if known and not (self.same(a.args, b.args) and self.same(a.kwargs, b.kwargs)):
-                return False
+        if writes:
+            origins = [self._effects.origin_of(node) for node in (a, b)]
+            queue += [*zip(writes, others, strict=True), (origins[0], origins[1])]
         return True
 
-    def same(self, a: Any, b: Any) -> bool:
-        """Whether two arguments are equal, nodes up to their counterparts."""
-        if isinstance(a, fx.Node):
-            return isinstance(b, fx.Node) and self.pair(a, b)
-        if type(a) in _PLAIN:
-            return type(a) is type(b) and bool(a == b)
-        if isinstance(a, tuple | list):
-            return isinstance(b, tuple | list) and len(a) == len(b) and all(map(self.same, a, b))
-        if isinstance(a, dict):
-            return isinstance(b, dict) and a.keys() == b.keys() and all(self.same(a[k], b[k]) for k in a)
-        if isinstance(a, slice):
-            return isinstance(b, slice) and self.same([a.start, a.stop, a.step], [b.start, b.stop, b.step])
-        return type(a) is type(b) and bool(a == b)
+    def _same_order(self, forward: Mapping) -> bool:
+        order, last = self._effects.order, -1
+        for _, position in sorted([(order[a], order[b]) for a, b in forward.items()]):
+            if position <= last:
+                return False
+            last = position
+        return True
+
+
+def _skeleton(argument: Any, inputs: list[fx.Node]) -> object:
+    """`argument` as a value to compare, without its nodes, which are appended to `inputs`."""
+    kind = type(argument)
+    if kind in _PLAIN:
+        return kind, argument
+    if isinstance(argument, fx.Node):
+        inputs.append(argument)
+        return fx.Node
+    if isinstance(argument, tuple | list):
+        return list, *[_skeleton(item, inputs) for item in argument]
+    if isinstance(argument, dict):
+        return dict, *[(key, _skeleton(item, inputs)) for key, item in argument.items()]
+    if isinstance(argument, slice):
+        return slice, *[_skeleton(item, inputs) for item in (argument.start, argument.stop, argument.step)]
+    return kind, id(argument)
 
 
 def facts(value: Any) -> object:
     """Everything of a fake value that a reading can depend on; two values for which it is equal are alike."""
     if isinstance(value, torch.Tensor):
-        return torch.Tensor, value.dtype, value.device, sizes(value), _numbers(value.stride())
+        return value.dtype, value.device, _numbers(value.shape), _numbers(value.stride())
     if isinstance(value, tuple | list):
         return tuple, *map(facts, value)
     if isinstance(value, int | float | bool):
         return type(value), value
+    if isinstance(value, torch.SymInt):
+        return type(value), size(value)
     return (type(value),)
 
 
-def _numbers(values: Sequence[int | torch.SymInt]) -> tuple[object, ...]:
-    return tuple([v if type(v) is int else size(v) for v in values])
+def _numbers(values: Sequence[int | torch.SymInt]) -> Sequence[object]:
+    for value in values:
+        if type(value) is not int:
+            return tuple(map(size, values))
+    return values
