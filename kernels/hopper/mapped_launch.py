@@ -26,6 +26,9 @@ from ..launch import Address
 from .descriptors import Map
 
 _KEPT_ADDRESSES = 1024
+_FORMAT = "iiiKKppOOOOOO"
+"""What Triton 3.6's `launch` takes before the kernel's arguments: the grid, stream, function, two flags, two scratch
+buffers, metadata, hooks. Triton 3.9 has another launcher, and calls go through it."""
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -70,15 +73,14 @@ class MappedLaunch:
 
     def _prepare(self) -> None:
         """Find the function behind Triton's launcher, as Triton 3.6 builds it: a closure that encodes the maps and
-        calls a compiled `launch`."""
+        calls a `launch` that was compiled for the kernel's signature."""
         run = self._kernel.run
         self._metadata = ()
-        if not inspect.isfunction(getattr(run, "launch", None)):
+        if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != _FORMAT or not inspect.isfunction(run.launch):
             return
         found = inspect.getclosurevars(run.launch).nonlocals
         metadata = found.get("tensordesc_meta")
-        expected = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-        if not all(hasattr(run, name) for name in expected) or run.global_scratch_size or run.profile_scratch_size:
+        if run.global_scratch_size or run.profile_scratch_size:
             return
         if callable(found.get("launcher")) and metadata and len(metadata) == len(self._maps) and all(metadata):
             self._metadata = metadata

@@ -38,12 +38,19 @@ def documents(cu_q: list[int], cu_k: list[int] | None = None, **values: int | fl
     return make
 
 
-def segments(*, ordered: bool, apart: bool = False, dtype: torch.dtype = torch.int64, **values: int | float | str):
-    """Ids of five documents a batch, in any order unless `ordered`."""
+def segments(
+    *,
+    ordered: bool,
+    apart: bool = False,
+    shared: bool = False,
+    dtype: torch.dtype = torch.int64,
+    **values: int | float | str,
+):
+    """Ids of five documents a batch (one set for all, if `shared`), in any order unless `ordered`."""
 
     def make(generator: torch.Generator, case: Case) -> Conditions:
         def ids(tokens: int) -> Tensor:
-            drawn = torch.randint(-2, 3, (case.batch, tokens), generator=generator).to(dtype)
+            drawn = torch.randint(-2, 3, (1 if shared else case.batch, tokens), generator=generator).to(dtype)
             return drawn.sort(1)[0] if ordered else drawn
 
         made = {"q_segment_ids": ids(case.queries), **values}
@@ -105,6 +112,8 @@ MASKS = {
     "segments_ascend": case(700, conditions=segments(ordered=True, causal="top_left")),
     "segments_any_order": case(500, conditions=segments(ordered=False, causal="top_left")),
     "segments_full": case(640, 384, conditions=segments(ordered=True, apart=True, dtype=torch.int32)),
+    "segments_shared": case(300, conditions=segments(ordered=True, shared=True, causal="top_left")),
+    "segments_shared_any_order": case(300, conditions=segments(ordered=False, shared=True, causal="top_left")),
     "segments_any_order_full": case(333, 500, conditions=segments(ordered=False, apart=True)),
     "segments_window": case(
         500, 600, conditions=segments(ordered=True, apart=True, window_left=90, causal="bottom_right")
