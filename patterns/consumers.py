@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -25,18 +26,36 @@ class Use:
 
 def use_of(node: fx.Node) -> Use | None:
     """The first attention that `node` reaches through movements, casts and scalings; None if it reaches none."""
-    reach = {node}
-    for user in downstream(node, 64, lambda n: modelled(n) and not _attends(n)):
-        if _attends(user):
-            for position, place in enumerate(_PLACES):
-                argument = user.args[position] if position < len(user.args) else user.kwargs.get(place)
-                if argument in reach or argument is node:
-                    return Use(user, place)
-            return Use(user, "")
-        reach.add(user)
-    return None
+    return next(uses(node, downstream(node, 64, lambda n: modelled(n) and not attends(n))), None)
 
 
-def _attends(node: fx.Node) -> bool:
+def uses(node: fx.Node, reached: Iterable[fx.Node]) -> Iterator[Use]:
+    """Every attention among the nodes `reached` from `node`, which are in breadth-first order."""
+    before = {node}
+    for user in reached:
+        if attends(user):
+            yield Use(user, _place(user, before))
+        before.add(user)
+
+
+def _place(attention: fx.Node, values: Container[fx.Node]) -> str:
+    """Where `attention` reads one of `values`; '' for einsum, whose operands stand in any order."""
+    if operation(attention) == "einsum":
+        return ""
+    first = 1 if operation(attention) == "baddbmm" else 0  # what the product is added to
+    for position, place in enumerate(_PLACES, first):
+        argument = attention.args[position] if position < len(attention.args) else attention.kwargs.get(place)
+        if argument in values:
+            return place
+    return ""
+
+
+def attends(node: fx.Node) -> bool:
+    """Whether `node` multiplies queries with keys, or may do so."""
+    return fused(node) or operation(node) in ("matmul", "baddbmm", "einsum")
+
+
+def fused(node: fx.Node) -> bool:
+    """Whether `node` is a whole attention."""
     name = operation(node)
-    return name in _FUSED or name in ("matmul", "baddbmm", "einsum") or "attention" in name or "attn" in name
+    return name in _FUSED or "attention" in name or "attn" in name

@@ -3,7 +3,8 @@
     q and k of one attention, read alike           qk_norm_rope
     the same, lanes of one packed projection,
       in training                                  qkv_norm_rope   (one gradient buffer, written in one pass)
-    one tensor                                     norm_rope, or rope without a norm
+    one tensor, or q and k where the rotated q
+      is read before k is there                    norm_rope, or rope without a norm
 
 Requires    of a site: nobody else reads what the call no longer computes; no memory that the call reads is written
             between its use and the call.
@@ -26,6 +27,7 @@ from .layout import result_steps
 from .pairing import Pair, difference, same_scalar, same_tables
 from .qkv import Packed, packed
 from .reading import Reading, read, roots, transferred
+from .unrotated import unrotated
 
 
 class NormRope:
@@ -39,8 +41,8 @@ class NormRope:
         readings, refusals = _readings(graph, effects)
         found: list[Site | Refusal] = list(refusals)
         for group in _groups(effects, readings):
-            found.append(_site(effects, group))
-        return sorted(found, key=lambda place: effects.order[place.anchor])
+            found += _sites(effects, group)
+        return sorted(unrotated(graph, found), key=lambda place: effects.order[place.anchor])
 
 
 def _readings(graph: fx.Graph, effects: Effects) -> tuple[list[Reading], list[Refusal]]:
@@ -117,21 +119,34 @@ def _belong_together(effects: Effects, a: tuple[Reading, Use | None], b: tuple[R
     return difference(x, y) is None and same_tables(effects, x, y)
 
 
-def _site(effects: Effects, group: Pair | Reading | Refusal) -> Site | Refusal:
+def _sites(effects: Effects, group: Pair | Reading | Refusal) -> list[Site | Refusal]:
     if isinstance(group, Refusal):
-        return group
-    if isinstance(group, Pair):
-        site = _packed_site(effects, group)
-        if site is not None:
-            return site
-    parts = [group.q, group.k] if isinstance(group, Pair) else [group]
-    call = _pair_call(group) if isinstance(group, Pair) else _single_call(group)
+        return [group]
+    if isinstance(group, Reading):
+        return [_site(effects, _single_call(group), [group])]
+    site = _packed_site(effects, group)
+    if site is not None:
+        return [site]
+    parts, call = [group.q, group.k], _pair_call(group)
+    if not _in_time(effects, call, {p.end for p in parts}, group.q.region | group.k.region):
+        return [_site(effects, _single_call(part), [part]) for part in parts]
+    return [_site(effects, call, parts)]
+
+
+def _site(effects: Effects, call: Call, parts: Sequence[Reading]) -> Site | Refusal:
     region = frozenset().union(*(p.region for p in parts))
     outputs = tuple(Output(p.end, index, result_steps(list(p.names))) for index, p in enumerate(parts))
     try:
         return _checked(effects, call, outputs, region)
     except Refused as refused:
         return Refusal(call.name, layer_of(parts[0].end), parts[0].end, str(refused))
+
+
+def _in_time(effects: Effects, call: Call, replaced: set[fx.Node], region: frozenset[fx.Node]) -> bool:
+    """Whether all that `call` reads is there before anybody reads a result of it."""
+    readers = [effects.order[u] for n in replaced for u in n.users if u not in region and u not in replaced]
+    operands = [effects.order[o.node] for o in call.tensors.values() if o is not None]
+    return not readers or min(readers) > max(operands)
 
 
 def _packed_site(effects: Effects, pair: Pair) -> Site | None:
@@ -147,9 +162,7 @@ def _packed_site(effects: Effects, pair: Pair) -> Site | None:
     )
     call = _packed_call(pair, form)
     replaced = {o.node for o in outputs}
-    readers = [effects.order[u] for n in replaced for u in n.users if u not in region and u not in replaced]
-    operands = [effects.order[o.node] for o in call.tensors.values() if o is not None]
-    if readers and min(readers) < max(operands):
+    if not _in_time(effects, call, replaced, region):
         return None
     try:
         _check_private(region, list(replaced))

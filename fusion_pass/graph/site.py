@@ -74,6 +74,8 @@ class Site:
     outputs: tuple[Output, ...]
     region: frozenset[fx.Node] = field(repr=False)
     anchor: fx.Node
+    notes: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What a reader of the report should know beside the call's arguments, by topic."""
 
 
 @dataclass(frozen=True)
