@@ -72,20 +72,35 @@ def backend(**settings: Any) -> FusionBackend:
     return FusionBackend(FusionConfig(allow_reference=True, **settings), inner=eager)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ONE_SITE_PER_LAYER)
-def test_training_step(name: str, dtype: torch.dtype, dynamic: bool) -> None:
-    if dynamic and name not in ("qwen3", "qwen3_vl"):
-        pytest.skip("two models stand for dynamic shapes: a dynamic capture takes ten seconds")
-    module, inputs = zoo.build(name, layers=2, dtype=dtype)
+def test_training_step(name: str) -> None:
+    """Two layers; `test_every_model.py` has one layer of all models, and the other settings."""
+    module, inputs = zoo.build(name, layers=2, dtype=torch.bfloat16)
     compiler = backend(expect=2)
-    compiled = torch.compile(module, backend=compiler, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(module, backend=compiler, fullgraph=True)
     ours, plain, exact = step(compiled, module, inputs), step(module, module, inputs), exact_step(module, inputs)
-    assert_no_worse(ours, plain, exact, torch.finfo(dtype).eps)
+    assert_no_worse(ours, plain, exact, torch.finfo(torch.bfloat16).eps)
     assert len(compiler.reports) == 1
     layers = [site.layer for site in compiler.reports[0].fused]
     assert len(set(layers)) == 2, layers
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expect"),
+    [
+        ("qwen3", torch.bfloat16, {"qk_norm_rope": 1}),
+        ("qwen3_vl", torch.float32, {"qk_norm_rope": 1}),
+        ("qwen3_fused_qkv", torch.float32, {"qkv_norm_rope": 1}),
+        ("deepseek_v3", torch.bfloat16, {"rope": 2}),
+    ],
+)
+def test_training_step_traced_with_symbolic_shapes(name: str, dtype: torch.dtype, expect: dict[str, int]) -> None:
+    """AOTAutograd traces forward and backward of each operator; a capture takes ten seconds."""
+    module, inputs = zoo.build(name, dtype=dtype)
+    compiler = backend(expect=expect)
+    compiled = torch.compile(module, backend=compiler, fullgraph=True, dynamic=True)
+    ours, plain, exact = step(compiled, module, inputs), step(module, module, inputs), exact_step(module, inputs)
+    assert_no_worse(ours, plain, exact, torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -146,18 +161,15 @@ def test_dynamic_lengths_share_one_graph_and_a_changed_eps_recompiles() -> None:
     module, inputs = zoo.build("qwen3", layers=2)
     compiler = backend(expect=2)
     compiled = torch.compile(module, backend=compiler, fullgraph=True, dynamic=True)
-    graphs = []
     for tokens in (24, 17, 20, 13):
-        shorter = {**inputs, "input_ids": inputs["input_ids"][:, :tokens].contiguous()}
+        shorter = {**inputs, "input_ids": inputs["input_ids"][:, :tokens].clone()}
         torch.testing.assert_close(loss_of(compiled(**shorter)), loss_of(module(**shorter)), rtol=1e-5, atol=1e-7)
-        graphs.append(len(compiler.reports))
-    # The model's second length compiles again with or without the pass; after that, no length does.
-    assert graphs[1:] == [graphs[1]] * 3
+        assert len(compiler.reports) == 1
     for layer in module.modules():
         if hasattr(layer, "variance_epsilon"):
             layer.variance_epsilon = 0.01
     torch.testing.assert_close(loss_of(compiled(**inputs)), loss_of(module(**inputs)), rtol=1e-5, atol=1e-7)
-    assert [report.sites[0].arguments["eps"] for report in compiler.reports] == [*[1e-6] * graphs[-1], 0.01]
+    assert [report.sites[0].arguments["eps"] for report in compiler.reports] == [1e-6, 0.01]
 
 
 def test_two_kinds_of_model_in_one_process() -> None:
