@@ -52,11 +52,10 @@ def step(use, tile, masked, dk, dv, p, mem, T: gl.constexpr):
     p_operand = gl.convert_layout(pt.to(mem.q.dtype), P_OPERAND, assert_trivial=True)
     if T.softcap:
         pt = pt * (1.0 - capped * capped)
-    # dV is issued before the wait on dP, so that P is computed while dP is: the assembler would put most of it after.
-    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
-    dpt = warpgroup_mma_wait(1, (dpt,))
+    dpt = warpgroup_mma_wait(0, (dpt,))
     ds = (pt * (dpt - delta)).to(mem.q.dtype)
     ds_operand = gl.convert_layout(ds, DS_OPERAND, assert_trivial=True)
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     mem.ds.store(ds)
     fence_async_shared()
     partition_barrier()

@@ -192,16 +192,19 @@ def backward_templates_of(call: Call) -> BackwardTemplate | tuple[WideTemplate, 
 
 @functools.lru_cache(maxsize=1024)
 def parts_of(call: Call) -> int:
-    """Over how many thread blocks the query heads of a group are spread: 1, unless the blocks of keys leave
-    multiprocessors idle. Each part has a dK and dV of its own, which are summed afterwards."""
+    """Over how many thread blocks the query heads of a group are spread: 1, unless the blocks of keys are too few to
+    keep the multiprocessors busy to the end. Under a mask they differ in length, so it takes more of them. Each part
+    has a dK and dV of its own, which are summed afterwards."""
     batch, _, heads, _, seq_k, kv_heads = call.sizes
     group = heads // kv_heads
     multiprocessors = torch.cuda.get_device_properties(call.device).multi_processor_count
     blocks = -(-seq_k // (128 if max(call.q[0][3], call.v[0][3]) <= 128 else 64)) * batch * kv_heads
-    if blocks >= multiprocessors:
+    uneven = call.left is not None or call.right is not None or call.data is not None
+    enough, wanted = (2.5, 3.5) if uneven else (1.0, 1.5)
+    if blocks >= enough * multiprocessors:
         return 1
     divisors = [n for n in range(1, group + 1) if group % n == 0]
-    return next((n for n in divisors if blocks * n >= 1.5 * multiprocessors), group)
+    return next((n for n in divisors if blocks * n >= wanted * multiprocessors), group)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -41,7 +41,8 @@ SPILLS = {
     "backward-64x64-*-softcap": 200,
     "backward-64x64-*": 0,
     "backward-128x128-*-softcap": 512,
-    "backward-128x128-right*": 64,
+    "backward-128x128-right*": 0,
+    "backward-128x128-*-segments*": 200,
     "backward-128x128-*": 100,
 }
 

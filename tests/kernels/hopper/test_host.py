@@ -43,18 +43,22 @@ def test_chunks_of_heads() -> None:
 
 
 def test_parts_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of keys times parts fill 132 multiprocessors one and a half times, where the group has the heads."""
+    """Blocks of keys times parts fill 132 multiprocessors one and a half times, three and a half times where blocks
+    differ in length, if the group has the heads."""
     from fusion_pass.kernels.hopper.plans import Call, parts_of
 
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
-    def parts(batch: int, keys: int, heads: int, kv_heads: int) -> int:
+    def parts(batch: int, keys: int, heads: int, kv_heads: int, causal: str = "none") -> int:
         q, k = (torch.empty(batch, keys, n, 128, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
-        return parts_of(Call.of(problem_of(q, k, k)))
+        return parts_of(Call.of(problem_of(q, k, k, causal=causal)))
 
     assert parts(1, 4096, 32, 1) == 8
+    assert parts(1, 4096, 32, 1, "top_left") == 16
     assert parts(1, 4096, 32, 8) == 1
+    assert parts(1, 4096, 32, 8, "top_left") == 2
+    assert parts(2, 8192, 32, 8, "top_left") == 1
     assert parts(1, 256, 6, 2) == 3
     assert parts(1, 256, 4, 4) == 1
 

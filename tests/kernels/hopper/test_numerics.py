@@ -169,7 +169,7 @@ HEADS = {
 }
 
 # Few blocks of keys (all of the above) are spread over the query heads of a group; here there are enough.
-HEADS["heads_8_2_many_blocks"] = case(500, batch=17, heads=8, kv_heads=2, conditions=CAUSAL)
+HEADS["heads_8_2_many_blocks"] = case(500, batch=42, heads=8, kv_heads=2, conditions=CAUSAL)
 
 CASES = MASKS | VALUES | HEADS
 WIDE = {
