@@ -167,8 +167,8 @@ def _tables(cos: Tensor | None, sin: Tensor | None, cache: Tensor | None, tokens
                 f"x has {tokens} tokens a sequence, but cos_sin_cache only {cache.shape[0]} rows; build a longer one."
             )
         cache = cache[:tokens]
-    half = cache.shape[1] // 2
-    return cache[:, :half], cache[:, half:]
+    cos, sin = cache.chunk(2, 1)
+    return cos, sin
 
 
 def _check_range(positions: Tensor, rows: int) -> None:

@@ -51,13 +51,16 @@ def _supports(request: Request) -> str | None:
     return unsupported(options, head_dim)
 
 
-FASTER_HEAD_DIMS: frozenset[int] = frozenset()
-"""Where `backend="auto"` takes this back end before Triton's: measured in one run of `benchmarks.norm_rope --baselines
-triton cuda`."""
+def faster_than_triton(head_dim: int, training: bool) -> bool:
+    """Where both back ends were measured on one card (docs/cuda.md) and this one was clearly faster: head dimensions
+    that are no power of two, which Triton's tiles pad, and the backward for 64."""
+    power_of_2 = head_dim & (head_dim - 1) == 0
+    return not power_of_2 or (training and head_dim == 64)
 
 
 def _gate(request: Request) -> str | None:
-    if _head_dim(request) in FASTER_HEAD_DIMS:
+    head_dim = _head_dim(request)
+    if head_dim is not None and faster_than_triton(head_dim, request.training):
         return None
     return "Triton's kernels are as fast for this shape and need nothing more installed; name it to have it."
 

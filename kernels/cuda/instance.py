@@ -126,7 +126,6 @@ def tile_constants(tile: Tile) -> dict[str, Constant]:
         "BLOCKS": tile.blocks,
         "UNROLL": tile.unroll,
         "TABLES_FIRST": tile.tables_first,
-        "MOVES_APART": tile.moves_apart,
     }
 
 

@@ -285,8 +285,6 @@ class BackwardWork:
 
 def _moving_blocks(site: Site, slots: dict[str, Constant], tile: Tile) -> int:
     """Blocks that only move v."""
-    if not tile.moves_apart:
-        return 0
     vectors = site.tokens * site.heads[2] * site.head_dim // int(slots["PAIRS"])
     return -(-vectors // (32 * tile.warps * _VECTORS_A_THREAD))
 

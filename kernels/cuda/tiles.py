@@ -1,5 +1,7 @@
 """How many warps a block has, how many blocks share a multiprocessor, how many heads a warp takes: as data.
 
+Measured on an H100 (docs/cuda.md has the figures).
+
 `blocks` is the second number of `__launch_bounds__`: it caps a thread's registers at 65536 / (32 warps blocks), and the
 backward launches exactly that many blocks a multiprocessor.
 """
@@ -22,7 +24,6 @@ class Tile(NamedTuple):
     blocks: int
     unroll: int = 1
     tables_first: bool = False
-    moves_apart: bool = False
 
 
 def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
@@ -39,13 +40,13 @@ def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Acces
 def backward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
     """For an instance of the backward."""
     words = _words(constants, accesses, acc_bytes)
-    # Many narrow loads: those of the heads go first.
+    # Few wide loads go before those of the heads, many narrow ones after them.
     first = _wide(accesses)
     if words > 96:
-        return Tile(4, 2, tables_first=first, moves_apart=True)
+        return Tile(4, 2, tables_first=first)
     # Lanes that change places cost registers beyond what is counted.
     exchanges = constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
-    return Tile(4, 3 if exchanges else 4, tables_first=first, moves_apart=True)
+    return Tile(4, 3, tables_first=first) if exchanges else Tile(8, 2, tables_first=first)
 
 
 def _wide(accesses: Mapping[str, Access]) -> bool:

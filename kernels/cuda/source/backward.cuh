@@ -101,7 +101,7 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
   // reduce.cuh may be set up while this kernel runs; it waits for the end before it reads.
   if (SUMS > 0) asm volatile("griddepcontrol.launch_dependents;");
 #endif
-  if (MOVES_APART && blockIdx.x >= args.blocks) {
+  if (V_HEADS > 0 && blockIdx.x >= args.blocks) {
     move_heads<IN_BYTES, DX_BYTES>(args.v_grad, args.dv, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
     return;
   }
@@ -110,7 +110,6 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
   // The host makes the number of warps a multiple of GROUPS: each slice of the tokens is walked by all groups.
   const unsigned slice = warp / GROUPS, slices = unsigned(args.blocks) * WARPS / GROUPS;
   const Head head(warp % GROUPS * HEADS_PER_WARP + lane.head, lane.exists);
-  Moved<GROUPS> moved(warp % GROUPS);
 
   Raw<Param> weight;
   if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
@@ -125,7 +124,6 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
     if (HAS_X) x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
     const char* const gradient = head.at(args.q_grad, args.k_grad, token);
     const Raw<Grad> raw = load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists);
-    if (!MOVES_APART) moved.load<IN_BYTES>(args.v_grad, token, true);
     if (!TABLES_FIRST) tables.load(args.tables, token, lane);
 
     const Rotation rotation(tables, lane);
@@ -141,7 +139,6 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
     }
     if (ROTATES && !NORM_FIRST) rotation.apply_transposed(g, lane);
     store_head<DX_BYTES>(READ, head.at(args.dq, args.dk, token), lane, pack_tile<In>(READ, g, lane), stores);
-    if (!MOVES_APART) moved.store<DX_BYTES>(args.dv, token);
   }
 
   if (SUMS > 0 && PER_HEAD) {

@@ -23,7 +23,7 @@ constexpr int GROUPS = (HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_forward(const __grid_constant__ ForwardArguments args) {
-  if (MOVES_APART && blockIdx.x >= args.blocks) {
+  if (V_HEADS > 0 && blockIdx.x >= args.blocks) {
     move_heads<IN_BYTES, MOVE_BYTES>(args.v, args.v_out, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
     return;
   }
@@ -43,8 +43,6 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
     const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
     x[u] = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
   }
-  Moved<GROUPS> moved(warp % GROUPS);
-  if (!MOVES_APART) moved.load<IN_BYTES>(args.v, token, true);
   if (!TABLES_FIRST) tables.load(args.tables, token, lane);
   const Rotation rotation(tables, lane);
 #pragma unroll
@@ -68,5 +66,4 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
     char* const out = head.at(args.q_out, args.k_out, token);
     store_head<OUT_BYTES>(WRITE, out, lane, pack_tile<Out>(WRITE, y, lane), head.exists);
   }
-  if (!MOVES_APART) moved.store<MOVE_BYTES>(args.v_out, token);
 }

@@ -38,43 +38,16 @@ struct Head {
   __device__ const char* bias(const Parameters& p) const { return is_q ? p.q_bias : p.k_bias; }
 };
 
-// The v heads of a token are moved as they are. Their vectors are dealt to all lanes of the GROUPS warps that share the
-// token, so that no warp has more to do than another; the last group, which may hold fewer heads, comes first.
-template <int GROUPS>
-struct Moved {
-  static constexpr int VECTORS = V_HEADS * (HEAD_DIM / PAIRS);
-  static constexpr int EACH = (VECTORS + 32 * GROUPS - 1) / (32 * GROUPS);
-  Vector<In, PAIRS> vectors[EACH > 0 ? EACH : 1];
-  int first;
+// v is only moved, by blocks of its own, which come after those of the heads: the warps of the heads all have the same to
+// do, and these blocks fill the card while the last of those end. A thread moves VECTORS_A_THREAD vectors.
+constexpr int VECTORS_A_HEAD = HEAD_DIM / PAIRS, VECTORS_A_TOKEN = V_HEADS * VECTORS_A_HEAD, VECTORS_A_THREAD = 4;
 
-  __device__ explicit Moved(int group) : first((GROUPS - 1 - group) * 32 + threadIdx.x % 32) {}
+__device__ __forceinline__ char* vector_address(const Heads& v, long long flat, int vector, long long sequence) {
+  char* const head = v.at(token_at(unsigned(flat), sequence), vector / VECTORS_A_HEAD, false);
+  return head + vector % VECTORS_A_HEAD * (PAIRS * int(sizeof(In)));
+}
 
-  template <int BYTES>
-  __device__ void load(const Heads& v, const Token& token, bool active) {
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      const int vector = first + i * 32 * GROUPS;
-      vectors[i] = ::load<BYTES, In, PAIRS>(address(v, token, vector), active && vector < VECTORS);
-    }
-  }
-  template <int BYTES>
-  __device__ void store(const Heads& v, const Token& token) const {
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      const int vector = first + i * 32 * GROUPS;
-      ::store<BYTES>(address(v, token, vector), vectors[i], vector < VECTORS);
-    }
-  }
-  static __device__ char* address(const Heads& v, const Token& token, int vector) {
-    constexpr int A_HEAD = HEAD_DIM / PAIRS;
-    return v.at(token, vector / A_HEAD, false) + vector % A_HEAD * (PAIRS * int(sizeof(In)));
-  }
-};
-
-// Or blocks of their own, after those of the heads, move v: VECTORS_A_THREAD vectors each, next to those of its neighbours.
-constexpr int VECTORS_A_TOKEN = V_HEADS * (HEAD_DIM / PAIRS), VECTORS_A_THREAD = 4;
-
-template <int IN, int OUT>
+template <int LOAD_BYTES, int STORE_BYTES>
 __device__ __forceinline__ void move_heads(const Heads& from, const Heads& to, unsigned block, long long tokens,
                                            long long sequence) {
   if constexpr (V_HEADS > 0) {
@@ -83,14 +56,14 @@ __device__ __forceinline__ void move_heads(const Heads& from, const Heads& to, u
 #pragma unroll
     for (int i = 0; i < VECTORS_A_THREAD; ++i) {
       const long long index = first + i * (32 * WARPS), flat = index / VECTORS_A_TOKEN;
-      const char* address = Moved<1>::address(from, token_at(unsigned(flat), sequence), int(index % VECTORS_A_TOKEN));
-      vectors[i] = load<IN, In, PAIRS>(address, flat < tokens);
+      const char* address = vector_address(from, flat, int(index % VECTORS_A_TOKEN), sequence);
+      vectors[i] = load<LOAD_BYTES, In, PAIRS>(address, flat < tokens);
     }
 #pragma unroll
     for (int i = 0; i < VECTORS_A_THREAD; ++i) {
       const long long index = first + i * (32 * WARPS), flat = index / VECTORS_A_TOKEN;
-      char* address = Moved<1>::address(to, token_at(unsigned(flat), sequence), int(index % VECTORS_A_TOKEN));
-      store<OUT>(address, vectors[i], flat < tokens);
+      char* address = vector_address(to, flat, int(index % VECTORS_A_TOKEN), sequence);
+      store<STORE_BYTES>(address, vectors[i], flat < tokens);
     }
   }
 }

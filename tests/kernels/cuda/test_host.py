@@ -290,17 +290,22 @@ def test_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "older than sm_80" in str(reason())
 
 
-def test_the_gate_is_asked_only_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "training", "taken"),
+    [(80, False, True), (96, True, True), (64, True, True), (64, False, False), (128, True, False)],
+)
+def test_auto_takes_it_where_it_was_faster(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, training: bool, taken: bool
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     (kernel,) = cuda.KERNELS
-    request = Request("rope", torch.device("cuda"), {"x": BF16}, {"x": (1, 8, 4, 80)})
     usable = replace(kernel, name="cuda of this test", available=lambda: None)
     monkeypatch.setattr(registry, "_kernels", [usable])
-    monkeypatch.setattr(cuda, "FASTER_HEAD_DIMS", frozenset())
-    assert "Triton's kernels are as fast" in registry.choose(request).sentence()
+    request = Request("rope", torch.device("cuda"), {"x": BF16}, {"x": (1, 8, 4, head_dim)}, training=training)
     assert registry.choose(request, only=[usable.name]).kernel is usable
-    monkeypatch.setattr(cuda, "FASTER_HEAD_DIMS", frozenset({80}))
-    assert registry.choose(request).kernel is usable
+    chosen = registry.choose(request)
+    assert (chosen.kernel is usable) == taken
+    assert taken or "Triton's kernels are as fast" in chosen.sentence()
 
 
 def test_what_is_not_supported_is_refused_when_named() -> None:
