@@ -4,7 +4,7 @@
     instance.py, tiles.py      the constants a kernel is compiled with
     site.py, parameters.py     the arguments it is launched with
     norm_rope.py               from streams to launches
-    compiler.py, launch.py     NVRTC and the cache of cubins; cuLaunchKernel
+    compiler.py, launch.py     NVRTC and the cache of cubins; cuLaunchKernelEx
 
 This module imports with torch alone.
 """
