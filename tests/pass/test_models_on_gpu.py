@@ -1,5 +1,5 @@
-"""Unedited models on a GPU, through Inductor and the Triton or CUDA kernels: a training step no worse than eager's own error
-against float64 on the CPU."""
+"""Unedited models on a GPU, through Inductor and the kernels of one back end: a training step no worse than eager's own
+error against float64 on the CPU."""
 
 from __future__ import annotations
 
