@@ -37,22 +37,22 @@ def attention_ranges(
     batch = head_of_batch // sizes.heads
     own = (tl.program_id(0) % num_blocks) * OWN + tl.arange(0, OWN)
     own_inside = own < num_own
-    within = tl.minimum(own, num_own - 1)
+    own_within = tl.minimum(own, num_own - 1)
     if OWN_ARE_KEYS:
-        own_segment = key_segment(sight, batch, within, num_own)
+        own_segment = key_segment(sight, batch, own_within, num_own)
     else:
-        own_segment = query_segment(sight, batch, within, num_own)
+        own_segment = query_segment(sight, batch, own_within, num_own)
     own_lowest, own_highest = tl.min(own_segment, 0), tl.max(own_segment, 0)
 
     begin, end = num_other, 0  # as "none yet": begin is past every block
     full_begin, full_end = num_other, 0
     for block in range(tl.cdiv(num_other, OTHER)):
         other = block * OTHER + tl.arange(0, OTHER)
-        within = tl.minimum(other, num_other - 1)
+        other_within = tl.minimum(other, num_other - 1)
         if OWN_ARE_KEYS:
-            other_segment = query_segment(sight, batch, within, num_other)
+            other_segment = query_segment(sight, batch, other_within, num_other)
         else:
-            other_segment = key_segment(sight, batch, within, num_other)
+            other_segment = key_segment(sight, batch, other_within, num_other)
         possible = True
         if sight.q_segments is not None:
             possible = (tl.min(other_segment, 0) <= own_highest) & (tl.max(other_segment, 0) >= own_lowest)
