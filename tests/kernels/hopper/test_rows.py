@@ -107,6 +107,21 @@ def test_when_labels_are_compared(ids: list[int], shown: list[int] | None, label
     assert check(conditions) == labels
 
 
+@pytest.mark.parametrize(("where", "labels"), [(None, False), (280, True), (10, True), (64, True)])
+def test_many_chunks(where: int | None, labels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the ids is found by several programs: a step back anywhere counts, between two of them too."""
+    from fusion_pass.kernels.hopper import rows
+
+    monkeypatch.setattr(rows, "_CHUNK", 64)
+    rows._plan.cache_clear()
+    ids = torch.arange(300) // 100
+    if where is not None:
+        ids[where] = -3
+    conditions: dict[str, object] = {"queries": 300, "keys": 300, "causal": "top_left", "q_segment_ids": ids[None]}
+    assert check(conditions) == labels
+    rows._plan.cache_clear()
+
+
 def check(conditions: dict[str, object]) -> bool:
     """Everything that `Rows` says against the square of visible pairs. Returns whether some batch compares labels."""
     from fusion_pass.kernels.hopper.rows import rows_of_backward, rows_of_forward
