@@ -4,7 +4,7 @@ Models that share key heads repeat them first (`repeat_kv`: unsqueeze, expand, r
 empty cache in front of them, or scale and upcast them. These nodes are folded away where that is exact:
 
     repeated heads         query head h reads key head h // groups, and no other map
-    a cat with nothing     all but one part have no element
+    a cat with nothing     all but one part have no token
     an upcast              every value of the narrow dtype is a value of the wide one
     a factor               becomes part of the scale
 
@@ -219,6 +219,10 @@ def _joined_to_nothing(heads: Heads) -> Heads | None:
     if operation(heads.node) != "cat" or not heads.node.args or not isinstance(heads.node.args[0], tuple | list):
         return None
     parts = heads.node.args[0]
+    dim = heads.node.args[1] if len(heads.node.args) > 1 else heads.node.kwargs.get("dim", 0)
+    # Tokens only: lanes joined to none are the end of a rotation of all lanes, which is another site's.
+    if not isinstance(dim, int) or dim % _tensor(heads.node).dim() != heads.order[1]:
+        return None
     full = [part for part in parts if isinstance(part, fx.Node) and 0 not in _tensor(part).shape]
     if len(full) != 1 or sizes(_tensor(full[0])) != sizes(_tensor(heads.node)) or _tensor(full[0]).dtype != heads.dtype:
         return None
