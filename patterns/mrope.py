@@ -10,7 +10,7 @@ Becomes     `mrope_layout`, `mrope_section` and three-row tables.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from fusion_pass.graph.site import Operand, Step
 from fusion_pass.graph.vocabulary import fake_tensor, layer_of, operation, sizes
 
 from .facts import Array, Refused
-from .rotary import equal
+from .rotary import TOLERANCE, equal
 from .tables import axis_targets, spaced
 
 
@@ -67,25 +67,57 @@ def layout_of(chosen: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
     return None
 
 
+def note(root: Evaluator, wanted: Array, picked: Operand, at: fx.Node) -> str:
+    """What a report says of a table `picked` whose rows are selected before the call; '' if none are.
+
+    Arguments as for `rows`.
+    """
+    tables = [value for _, value in _three_rows(root, picked.node, at) if _selects(value, wanted)]
+    if not tables:
+        return ""
+    choices = (_choice(value, wanted) for value in tables)
+    form = next((layout_of(choice[0]) for choice in choices if choice is not None), None)
+    order = "in an order of its own" if form is None else f"{form[0]}, section {list(form[1])}"
+    where = "in the layer" if _picks(root, picked.node, layer_of(at)) else "once for the model"
+    return f"rows selected {where} ({order}); the call reads the selected tables"
+
+
+def _selects(value: Value, wanted: Array) -> bool:
+    """Whether every pair of `wanted` is a lane of some row of `value`, and no row has them all."""
+    data = value.data[:, 0].reshape(len(wanted), 3, -1)
+    if np.iscomplexobj(data):
+        return False
+    same: Array = np.less_equal(abs(data[..., None] - wanted[:, None, None]), TOLERANCE)
+    held: Array = np.any(np.all(same, axis=0), axis=1)  # [row, pair]
+    return bool(np.all(np.any(held, axis=0)) and not np.any(np.all(held, axis=1)))
+
+
 def _rows_of(
     root: Evaluator, wanted: Array, picked: Operand, at: fx.Node, roles: Sequence[Value], order: Sequence[int | None]
 ) -> tuple[list[int], Operand] | None:
     here = layer_of(at)
     if layer_of(picked.node) != here or not _picks(root, picked.node, here):
         return None
-    for node in upstream(root.effects, picked.node):
+    for node, value in _three_rows(root, picked.node, at):
+        choice = _choice(value, wanted)
+        if choice is not None:
+            chosen, step = choice
+            try:
+                return chosen, _operand(node, value, wanted.shape[1], step, roles, order)
+            except Refused:
+                continue
+    return None
+
+
+def _three_rows(root: Evaluator, picked: fx.Node, at: fx.Node) -> Iterator[tuple[fx.Node, Value]]:
+    """Tensors `[3, ..., lanes]` that `picked` is computed from, nearest first."""
+    for node in upstream(root.effects, picked):
         tensor = fake_tensor(node)
         if tensor is None or tensor.dim() < 3 or sizes(tensor)[0] != 3:
             continue
         value = root.read(node, at)
         if isinstance(value, Value) and value.lanes(0) and value.lanes(value.rank - 1):
-            try:
-                found = _match(node, value, wanted, roles, order)
-            except Refused:
-                continue
-            if found is not None:
-                return found
-    return None
+            yield node, value
 
 
 def _picks(root: Evaluator, node: fx.Node, layer: str) -> bool:
@@ -96,9 +128,10 @@ def _picks(root: Evaluator, node: fx.Node, layer: str) -> bool:
     )
 
 
-def _match(
-    node: fx.Node, value: Value, wanted: Array, roles: Sequence[Value], order: Sequence[int | None]
-) -> tuple[list[int], Operand] | None:
+def _choice(value: Value, wanted: Array) -> tuple[list[int], int] | None:
+    """The row that each pair of `wanted` is taken from, and how many lanes of `value` a pair has; None if they are not
+    lanes of more than one row.
+    """
     pairs, lanes = wanted.shape[1], value.data.shape[-1]
     data = value.data[:, 0].reshape(len(wanted), 3, -1)
     if data.shape[2] != lanes or np.iscomplexobj(data):
@@ -109,7 +142,7 @@ def _match(
         table = data[:, :, : pairs * step : step]
         chosen = [next((r for r in range(3) if equal(table[:, r, j], wanted[:, j])), -1) for j in range(pairs)]
         if -1 not in chosen and len(set(chosen)) > 1:
-            return chosen, _operand(node, value, pairs, step, roles, order)
+            return chosen, step
     return None
 
 

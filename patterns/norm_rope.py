@@ -12,7 +12,7 @@ Requires    of a site: nobody else reads what the call no longer computes; no me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -137,7 +137,7 @@ def _site(effects: Effects, call: Call, parts: Sequence[Reading]) -> Site | Refu
     region = frozenset().union(*(p.region for p in parts))
     outputs = tuple(Output(p.end, index, result_steps(list(p.names))) for index, p in enumerate(parts))
     try:
-        return _checked(effects, call, outputs, region)
+        return _checked(effects, call, outputs, region, parts[0].notes)
     except Refused as refused:
         return Refusal(call.name, layer_of(parts[0].end), parts[0].end, str(refused))
 
@@ -166,15 +166,21 @@ def _packed_site(effects: Effects, pair: Pair) -> Site | None:
         return None
     try:
         _check_private(region, list(replaced))
-        return _checked(effects, call, outputs, region)
+        return _checked(effects, call, outputs, region, pair.q.notes)
     except Refused:
         return None
 
 
-def _checked(effects: Effects, call: Call, outputs: tuple[Output, ...], region: frozenset[fx.Node]) -> Site:
+def _checked(
+    effects: Effects,
+    call: Call,
+    outputs: tuple[Output, ...],
+    region: frozenset[fx.Node],
+    notes: Mapping[str, str],
+) -> Site:
     anchor = max(region, key=effects.order.__getitem__)
     _check_memory(effects, call, region, anchor)
-    return Site(call.name, layer_of(outputs[0].node), call, outputs, region, anchor)
+    return Site(call.name, layer_of(outputs[0].node), call, outputs, region, anchor, notes)
 
 
 def _check_private(region: frozenset[fx.Node], ends: Sequence[fx.Node]) -> None:

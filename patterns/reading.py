@@ -242,11 +242,12 @@ def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Readin
     end = after.end if after is not None else rotation.end
     roles = roles_of(root, rotation)
     conjugate, cos, sin = _tables(root, rotation, roles)
-    by_row = None
+    by_row, note = None, ""
     if rotation.cos.shape[1] * 2 == rotation.rotary_dim:
         sign = -1 if conjugate else 1
         wanted = (rotation.cos, sign * rotation.sin)
         by_row = mrope.rows(root, wanted, (cos, sin), rotation.end, [rotation.response], [roles.batch, roles.sequence])
+        note = "" if by_row is not None else mrope.note(root, rotation.cos, cos, rotation.end)
     if by_row is not None:
         cos, sin = by_row.cos, by_row.sin
     study = root.study(source, lambda x: x)
@@ -283,6 +284,7 @@ def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Readin
         frontier=tuple(frontier(effects, region, source)),
         mrope_layout="none" if by_row is None else by_row.layout,
         mrope_section=() if by_row is None else by_row.section,
+        notes={"mrope": note} if note else {},
     )
 
 

@@ -62,6 +62,19 @@ def test_text_names_layers_kernels_and_the_change_of_the_graph(capsys: pytest.Ca
     assert "torch.ops.fusion_pass" in out.replace("\n", "")
 
 
+def test_says_what_the_arguments_do_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables that the model selects once, and norms that are left alone, as JSON and as text."""
+    selected = "rows selected once for the model (interleaved, section [4, 2, 2])"
+    (site,) = (s for s in explain(capsys, "qwen3_vl")["sites"] if s["fusion"] == "qk_norm_rope")
+    assert site["arguments"]["mrope"].startswith(selected)
+    sites = [s for s in explain(capsys, "sana")["sites"] if s["fusion"] == "qk_norm_rope"]
+    assert [s["status"] for s in sites] == ["skipped"] * 2
+    assert all(s["reason"].startswith("q and k are normalised, but not rotated") for s in sites)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["explain", "--model", "qwen3_vl"]) == 0
+    assert f"mrope {selected}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,6 +11,7 @@ from exactness import sites_of
 from spellings import HALF, B, D, H, S, halves
 from torch import nn
 
+from fusion_pass import zoo
 from fusion_pass.patterns.mrope import layout_of
 
 SECTIONS = {"sectioned": (2, 3, 3), "interleaved": (4, 2, 2)}
@@ -62,6 +63,40 @@ def test_rows_picked_in_the_layer(pick, pairing):
     options = site.call.options
     assert (options["mrope_layout"], options["mrope_section"]) == (pick.__name__, list(SECTIONS[pick.__name__]))
     assert options["pairing"] == pairing
+    assert not site.notes
+
+
+def in_other_order(table):
+    """Row W first: no layout of the operators."""
+    return torch.cat([piece[2 - i % 3] for i, piece in enumerate(table.split([3, 3, 2] * 2, dim=-1))], dim=-1)
+
+
+def test_rows_picked_in_the_layer_in_an_order_that_the_operator_does_not_have():
+    positions = torch.stack([torch.randint(0, 50, (B, S)) for _ in range(3)])
+    (site,) = sites_of(PerLayer(in_other_order), torch.randn(B, S, 32), positions, torch.rand(HALF))
+    assert site.call.options["mrope_layout"] == "none"
+    assert site.notes == {
+        "mrope": "rows selected in the layer (in an order of its own); the call reads the selected tables"
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("qwen2_vl", "sectioned, section [2, 3, 3]"),
+        ("qwen3_vl", "interleaved, section [4, 2, 2]"),
+        ("ernie4_5_vl", "in an order of its own"),
+    ],
+)
+def test_rows_picked_once_for_the_model(name, order):
+    """The picked tables are a third of the bytes, in every layer: the call reads them, and the report says so."""
+    pytest.importorskip("transformers")
+    model, inputs = zoo.build(name, layers=2)
+    for site in sites_of(model, **inputs):
+        assert site.call.options["mrope_layout"] == "none"
+        assert site.notes == {
+            "mrope": f"rows selected once for the model ({order}); the call reads the selected tables"
+        }
 
 
 def test_layouts():

@@ -1,0 +1,51 @@
+"""Tables that the graph gathers by position: the call reads what was gathered (docs/reading.md says why)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import sites_of
+from spellings import Attention, B, D, H, S, inputs
+from torch import Tensor
+
+PLACES = 50
+
+GATHERS = {
+    "index": lambda table, positions: table[positions],
+    "index_select": lambda table, positions: table.index_select(0, positions.flatten()).view(*positions.shape, -1),
+    "gather": lambda table, positions: torch.gather(
+        table.expand(len(positions), -1, -1), 1, positions[..., None].expand(-1, -1, table.shape[-1])
+    ),
+    "embedding": lambda table, positions: F.embedding(positions, table),
+}
+
+
+class Gathered(Attention):
+    """Looks the positions `[B, S]` up in a table `[PLACES, D]` of cosines and one of sines, or in one of both."""
+
+    def __init__(self, gather, together: bool) -> None:
+        super().__init__()
+        self.gather, self.together = gather, together
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+        if self.together:  # GPT-J, vLLM
+            cos, sin = self.gather(torch.cat((cos, sin), -1), positions).chunk(2, -1)
+        else:
+            cos, sin = self.gather(cos, positions), self.gather(sin, positions)
+        q, k, v = (p(x).view(B, S, H, D) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (
+            self.one(part, w, cos[:, :, None], sin[:, :, None]) for part, w in ((q, self.q_weight), (k, self.k_weight))
+        )
+        return F.scaled_dot_product_attention(q, k, v.transpose(1, 2))
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["two_tables", "one_table"])
+@pytest.mark.parametrize("gather", GATHERS)
+def test_gathered(gather, together):
+    positions = torch.randint(0, PLACES, (B, S))
+    model = Gathered(GATHERS[gather], together)
+    (site,) = sites_of(model, inputs()[0], torch.randn(PLACES, D), torch.randn(PLACES, D), positions)
+    assert site.fusion == "qk_norm_rope"
+    assert site.call.options["norm"] == "rms"
+    assert "positions" not in site.call.tensors
