@@ -35,6 +35,8 @@ from .templates import (
 _LOG2_E = math.log2(math.e)
 _L2_BYTES_FOR_KEYS = 32 << 20
 """Of 50 MB: K and V of the heads that run together where the queries stay."""
+_L2_BYTES_FOR_QUERIES = 40 << 20
+"""Q, dO and the accumulator of dQ of the heads that run together where the keys stay."""
 _ROWS_PER_PROGRAM = 32
 """Of the kernels in prepare.py."""
 
@@ -248,7 +250,7 @@ def backward_plan(
         *(kv_heads * parts, heads // kv_heads // parts, parts, seq_q, seq_k),
         *call.band(blocks), *call.scales(), call.scale,
     )  # fmt: skip
-    together = _chunk(batch * kv_heads * parts, 2 if template.masked and not call.deterministic else 4)
+    together = _chunk(batch * kv_heads * parts, _key_heads_together(call, masked=template.masked))
     grid = together, blocks, batch * kv_heads * parts // together
     kernel = _loaded(template, call.dtype, call.device)
     if isinstance(templates, tuple):
@@ -307,9 +309,19 @@ def _heads_together(call: Call) -> int:
     return together * (heads // kv_heads)
 
 
+def _key_heads_together(call: Call, *, masked: bool) -> int:
+    """How many key/value heads run at the same time where the keys stay. Blocks of keys pass the queries side by side,
+    unless a mask lets each begin where its keys are first seen: then they are all over the sequence, of which one query
+    head each must stay in L2. Causal GQA 32/8 at 8k had 529 TFLOP/s with 2, 492 with 4."""
+    if not masked or call.deterministic:
+        return 4
+    _, seq_q, _, head_dim, _, _ = call.sizes
+    bytes_per_head = seq_q * ((head_dim + call.v[0][3]) * call.dtype.itemsize + 4 * head_dim)
+    return 2 if 2 * bytes_per_head <= _L2_BYTES_FOR_QUERIES else 1
+
+
 def _chunk(heads: int, wanted: int) -> int:
     """The largest divisor of `heads` up to `wanted` that leaves at most 65535 chunks, the third axis of the grid; else
-    the smallest one. `wanted`: key/value heads that run together where the keys stay; causal GQA 32/8 at 8k had 529
-    TFLOP/s with 2, 492 with 4."""
+    the smallest one."""
     divisors = [n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= 65535]
     return max((n for n in divisors if n <= wanted), default=divisors[0])
