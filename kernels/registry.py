@@ -20,7 +20,7 @@ import torch
 MODULES = ("hopper", "cuda", "triton", "ascend", "reference", "attention_kernels")
 ORDER = ("hopper", "sdpa", "triton", "cuda", "ascend_inference", "ascend", "ascend_packed", "ascend_flash", "reference")
 
-NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope"})
+NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope", "rope_"})
 
 JOINED_OP = "norm_rope_attention"
 """Has no kernel of its own but those of its parts (`block.py`)."""

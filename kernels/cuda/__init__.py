@@ -59,6 +59,8 @@ def faster_than_triton(head_dim: int, training: bool) -> bool:
 
 
 def _gate(request: Request) -> str | None:
+    if request.op == "rope_" or request.options.get("counted"):
+        return None  # Triton's back end writes another tensor and copies it, and is handed positions that ATen counts
     head_dim = _head_dim(request)
     if head_dim is not None and faster_than_triton(head_dim, request.training):
         return None

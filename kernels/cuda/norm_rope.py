@@ -1,6 +1,6 @@
 """The `cuda` back end of the norm + rotation operators: from streams to launches.
 
-`forward_work` and `backward_work` only prepare; they need no GPU, and the tests compile what they prepare.
+`forward_work` and `BackwardWork` only prepare; they need no GPU, and the tests compile what they prepare.
 """
 
 from __future__ import annotations

@@ -306,6 +306,9 @@ def test_auto_takes_it_where_it_was_faster(
     chosen = registry.choose(request)
     assert (chosen.kernel is usable) == taken
     assert taken or "Triton's kernels are as fast" in chosen.sentence()
+    # What it does in one kernel and Triton's back end does not.
+    assert registry.choose(replace(request, op="rope_")).kernel is usable
+    assert registry.choose(replace(request, options={"counted": True})).kernel is usable
 
 
 def test_what_is_not_supported_is_refused_when_named() -> None:
