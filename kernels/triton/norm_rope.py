@@ -17,6 +17,7 @@ from ..replay import Work
 from ..streams import Copy, Gradients, GradStream, Stream, Tables, arithmetic_dtype
 from .norm_rope_kernels import backward_kernel, forward_kernel, reduce_kernel
 from .norm_rope_tiles import (
+    Site,
     backward_tiles,
     forward_tiles,
     next_power_of_2,
@@ -44,8 +45,9 @@ def forward(
         if stream is not None:
             tensors += [stream.x, stream.out]
     layout = _Layout(tensors, tables, options, batch, sequence)
-    heavy = any(stream.bias is not None for stream in streams)
-    tiles = forward_tiles(q_heads, k_heads, geometry.head_lanes, layout.sequence, geometry.per_head, heavy)
+    acc = arithmetic_dtype(q.x.dtype, q.out.dtype)
+    heavy = acc == torch.float64 or any(stream.bias is not None for stream in streams)
+    tiles = forward_tiles(_site(geometry, layout, q_heads, k_heads, heavy, q.x))
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     v_heads = copy.x.shape[2] if copy is not None else 0
     grid = (
@@ -63,7 +65,6 @@ def forward(
     qo_b, qo_s, _, qo_h = layout.strides(q.out)
     ko_b, ko_s, _, ko_h = layout.strides(None if k is None else k.out)
     vo_b, vo_s, _, vo_h = layout.strides(None if copy is None else copy.out)
-    acc = arithmetic_dtype(q.x.dtype, q.out.dtype)
     pointers = [
         q.x,
         q.out,
@@ -118,7 +119,7 @@ def backward(
     layout = _Layout(tensors, tables, options, batch, sequence)
     acc = arithmetic_dtype(*(t.dtype for t in tensors))
     heavy = needs_tables or acc == torch.float64 or any(stream.needs_bias for stream in streams)
-    tiles = backward_tiles(q_heads, k_heads, geometry.head_lanes, layout.sequence, geometry.per_head, heavy)
+    tiles = backward_tiles(_site(geometry, layout, q_heads, k_heads, heavy, q.grad))
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     total = layout.batch * blocks
     device = q.grad.device
@@ -134,7 +135,7 @@ def backward(
     v_tiles = triton.cdiv(v_heads, tiles.v_heads)
     walkers = copiers = total
     if any(sizes):
-        walkers, copiers = shares(tiles.programs * _multiprocessors(device), q_tiles + k_tiles, v_tiles, total)
+        walkers, copiers = shares(tiles.programs * _device_facts(device)[0], q_tiles + k_tiles, v_tiles, total)
     partial = None
     if any(sizes):
         partial = torch.empty(walkers * (q_tiles * q_columns + k_tiles * k_columns), dtype=acc, device=device)
@@ -258,6 +259,7 @@ class _Geometry:
         k_bias: Tensor | None,
         head_dim: int,
     ) -> None:
+        self.head_dim, self.norm = head_dim, options.norm != "none"
         self._parameters = (q_weight, q_bias, k_weight, k_bias)
         hidden = options.norm_scope == "hidden" and options.norm != "none"
         # One row a head, or a norm over all heads: the tile holds all heads of a token.
@@ -387,8 +389,28 @@ def _common_power_of_2(strides: Iterable[int]) -> int:
     return bits & -bits
 
 
+def _site(geometry: _Geometry, layout: _Layout, q_heads: int, k_heads: int, heavy: bool, x: Tensor) -> Site:
+    multiprocessors, architecture = _device_facts(x.device)
+    return Site(
+        q_heads=q_heads,
+        k_heads=k_heads,
+        head_dim=geometry.head_dim,
+        head_lanes=geometry.head_lanes,
+        sequence=layout.sequence,
+        tokens=layout.batch * layout.sequence,
+        all_heads=geometry.per_head,
+        norm=geometry.norm,
+        heavy=heavy,
+        itemsize=x.element_size(),
+        multiprocessors=multiprocessors,
+        architecture=architecture,
+    )
+
+
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
+def _device_facts(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, 10 major + minor); one multiprocessor of an H100 for the interpreter."""
     if device.type != "cuda":
-        return 1  # the interpreter
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return 1, 90
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, 10 * properties.major + properties.minor

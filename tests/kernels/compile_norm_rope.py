@@ -54,11 +54,13 @@ class Recorder:
 
 
 @contextmanager
-def recording() -> Iterator[dict[str, Recorder]]:
+def recording(arch: int, multiprocessors: int = 1) -> Iterator[dict[str, Recorder]]:
+    """Launches are kept instead of made, for a device like that."""
     names = ("forward_kernel", "backward_kernel", "reduce_kernel")
     recorders = {name: Recorder(getattr(norm_rope, name)) for name in names}
     usable = mock.patch.object(registry, "get", return_value=SimpleNamespace(load=lambda: norm_rope))
-    with usable, mock.patch.multiple(norm_rope, **recorders):
+    facts = mock.Mock(return_value=(multiprocessors, arch))
+    with usable, mock.patch.multiple(norm_rope, _device_facts=facts, **recorders):
         yield recorders
 
 
@@ -150,6 +152,7 @@ def run(
 HALF = torch.float16
 INSTANCES: dict[str, dict[str, Any]] = {
     "qwen3 packed": {},
+    "qwen3 packed, few tokens": {"multiprocessors": 132},
     "qwen3 separate": {"packed": False, "entries": 128, "tables": torch.bfloat16},
     "qwen3_vl 64+8 interleaved": {"heads": 64, "rows": 3, "mrope_layout": "interleaved", "mrope_section": [24, 20, 20]},
     "qwen2_vl 16+2 sectioned": {"heads": 16, "kv_heads": 2, "rows": 3, "mrope_layout": "sectioned", "mrope_section": [16, 24, 24]},  # noqa: E501
@@ -176,8 +179,9 @@ def main() -> None:
     arch, *names = sys.argv[1:]
     result: dict[str, dict[str, dict[str, int]]] = {}
     for name in names or INSTANCES:
-        with recording() as recorders:
-            run(name, **INSTANCES[name])
+        instance = dict(INSTANCES[name])
+        with recording(int(arch), instance.pop("multiprocessors", 1)) as recorders:
+            run(name, **instance)
         result[name] = {
             kernel: compile_launch(recorder.kernel, *recorder.launches[0], int(arch))
             for kernel, recorder in recorders.items()
