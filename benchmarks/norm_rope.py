@@ -316,18 +316,19 @@ def benchmark(
     return rows
 
 
-def compile_baseline(job: tuple[Shape, int]) -> None:
-    """Put Inductor's code for one shape and size into its cache on disk; in a process of its own."""
+def compile_case(job: tuple[Shape, int]) -> None:
+    """Put Inductor's code and our kernels for one shape and size into the caches on disk; in a process of its own."""
     shape, tokens = job
     configure()
     data = make_data(shape, tokens)
     arguments = (shape, data.x, data.cos, data.sin, data.weights)
-    run = torch.compile(formula, dynamic=False)
-    with torch.no_grad():
-        run(*arguments)
     inputs = [t for t in (*data.x, *data.weights) if t is not None]
-    outputs = run(*arguments)
-    torch.autograd.grad(outputs, inputs, [torch.randn_like(o) for o in outputs])
+    torch._dynamo.reset()
+    for run in (fused, torch.compile(formula, dynamic=False)):
+        with torch.no_grad():
+            run(*arguments)
+        outputs = run(*arguments)
+        torch.autograd.grad(outputs, inputs, [torch.randn_like(o) for o in outputs])
 
 
 def configure() -> None:
@@ -352,7 +353,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="names of shapes")
     parser.add_argument("--baselines", nargs="*", default=["eager", "inductor"], help="also back ends: triton, cuda")
     parser.add_argument("--backend", choices=("auto", *BACKENDS), default="auto", help="the back end that is measured")
-    parser.add_argument("--processes", type=int, default=0, help="compile the baseline in so many processes first")
+    parser.add_argument("--processes", type=int, default=0, help="compile in so many processes first")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return parser.parse_args()
 
@@ -361,10 +362,10 @@ def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     configure()
     chosen = arguments.only or (QUICK if arguments.quick else [shape.name for shape in SHAPES])
-    if arguments.processes and "inductor" in arguments.baselines:
+    if arguments.processes:
         jobs = [(shape, tokens) for shape in SHAPES if shape.name in chosen for tokens in arguments.tokens]
         with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(compile_baseline, jobs))
+            list(pool.map(compile_case, jobs))
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a 1 GiB copy moves {bandwidth / 1e3:.0f} GB/s")
     host = launch_cost()

@@ -146,7 +146,7 @@ def backward_choice(site: Site) -> str:
         return "backward, no norm"
     if _programs("backward", site) < 16 * site.multiprocessors:
         return "backward, small"
-    if site.head_lanes * 5 > site.head_dim * 6:
+    if site.head_lanes <= 128 and site.head_lanes * 5 > site.head_dim * 6:
         return "backward, padded heads"
     if 0 < site.k_heads < CHOICES["backward"].heads:
         return "backward, few keys"
