@@ -21,6 +21,7 @@ from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site
 from fusion_pass.graph.vocabulary import fake_tensor, layer_of, operation, sizes
 
 from . import softmax_attention
+from .attention_repeats import AttentionRepeats
 from .facts import Refused
 from .heads import Heads, fold, keeps_everything, moved_axes, number
 from .index_reading import IndexReader
@@ -67,12 +68,18 @@ class AttentionPattern:
             return []
         effects = Effects(graph)
         index_reader = IndexReader(effects)
+        repeats = AttentionRepeats(effects)
         found: list[Site | Refusal] = []
         for node in candidates:
             try:
-                attention = _READERS[operation(node)](effects, node)
-                if attention is not None:
-                    found.append(_site(effects, index_reader, attention))
+                site = repeats.lookup(node)
+                if site is None:
+                    attention = _READERS[operation(node)](effects, node)
+                    if attention is None:
+                        continue
+                    site = _site(effects, index_reader, attention)
+                    repeats.add(node, site)
+                found.append(site)
             except (Refused, MaskRefused) as reason:
                 found.append(Refusal(self.name, layer_of(node), node, str(reason)))
         return found
