@@ -35,8 +35,10 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     weights = None if sinks is None else sinks.float()
     address = o.data_ptr()
     plan.launch(
-        (q.data_ptr(), k.data_ptr(), v.data_ptr(), address if plan.template.store_by_tma else q.data_ptr()),
-        (address, lse.data_ptr(), _address(weights), *_addresses(rows), _address(counter)),
+        (
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), address if plan.template.store_by_tma else q.data_ptr()),
+            *(address, lse.data_ptr(), _address(weights), *_addresses(rows), _address(counter)),
+        )
     )
     if o is not out:
         out.copy_(o)
@@ -91,20 +93,19 @@ def backward(
     if isinstance(plan, NarrowPlan):
         assert accumulator is not None
         rows = _rows(problem, plan.template, forward=False)
-        plan.main(
-            (*inputs, accumulator.data_ptr(), *results, *row_values),
-            (*_addresses(rows), _address(None if rows is None else rows.order), _address(turns)),
-        )
+        order = _address(None if rows is None else rows.order)
+        mapped = *inputs, accumulator.data_ptr(), *results, *row_values
+        plan.main((*mapped, *_addresses(rows), order, _address(turns)))
         if needs[0]:
             plan.after.on((accumulator, dq_to))
     else:
         of_queries, of_keys = plan.templates
         if needs[0]:
             rows = _rows(problem, of_queries, forward=True)
-            plan.queries((*inputs, dq_to.data_ptr()), (*row_values, *_addresses(rows)))
+            plan.queries((*inputs, dq_to.data_ptr(), *row_values, *_addresses(rows)))
         if needs[1] or needs[2]:
             rows = _rows(problem, of_keys, forward=False)
-            plan.keys((*inputs, *results, *row_values), _addresses(rows))
+            plan.keys((*inputs, *results, *row_values, *_addresses(rows)))
     for given, result in zip((dq, dk, dv), written, strict=True):
         if result.shape != given.shape:
             torch.sum(result.unflatten(2, (-1, parts)), 3, out=given)

@@ -5,7 +5,7 @@ once for every address that it is used at (allocators hand the same ones out aga
 function that Triton compiled for the kernel's signature:
 
     launch = MappedLaunch(kernel, grid, maps, numbers, template, device)    # once per shape, kept by the plan
-    launch(mapped, pointers)                                                # every call: addresses
+    launch(addresses)                                                       # every call
 
 Where this Triton's launcher is built in another way, or someone watches launches through Triton's hooks, the call
 takes Triton's way, with the same result.
@@ -36,6 +36,9 @@ class MappedLaunch:
     """A compiled kernel with all its arguments but the addresses: tensor maps, then pointers, then `numbers`, then its
     template and its number of warps."""
 
+    repeatable = True
+    """As `launch.Launch`: a repetition needs nothing but addresses."""
+
     __slots__ = ("_before", "_encoded", "_function", "_grid", "_index", "_kernel", "_maps", "_metadata", "_tail")
 
     def __init__(
@@ -49,14 +52,16 @@ class MappedLaunch:
         self._metadata: Sequence[Any] | None = None
         self._before: tuple[Any, ...] = ()
 
-    def __call__(self, mapped: Sequence[int], pointers: Sequence[int]) -> None:
-        """Launch on the current stream of the device. `mapped`: the address of every map's tensor."""
+    def __call__(self, addresses: Sequence[int]) -> None:
+        """Launch on the current stream of the device. `addresses`: of every map's tensor, then the pointers (0: none,
+        where the kernel does not look)."""
         if _current_device() != self._index:
             with torch.cuda.device(self._index):
-                return self._launch(mapped, pointers)
-        return self._launch(mapped, pointers)
+                return self._launch(addresses)
+        return self._launch(addresses)
 
-    def _launch(self, mapped: Sequence[int], pointers: Sequence[int]) -> None:
+    def _launch(self, addresses: Sequence[int]) -> None:
+        mapped, pointers = addresses[: len(self._maps)], addresses[len(self._maps) :]
         if self._metadata is None:
             self._prepare()
         runtime = knobs.runtime

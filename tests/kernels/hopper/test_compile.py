@@ -36,6 +36,8 @@ SPILLS = {
     "forward-256x256-none*": 0,
     "forward-256x256-*": 128,
     "forward-*": 0,
+    "queries-*-segments-softcap": 900,
+    "queries-*-softcap": 128,
     "queries-*": 64,
     "keys-*": 0,
     "backward-64x64-*-softcap": 200,

@@ -72,7 +72,7 @@ def test_arguments_in_order_and_maps_encoded_once(encoded: list[int]) -> None:
     kernel = Kernel([{"which": 0}, {"which": 1}])
     launch, template = launch_of(kernel)
     for first in (4096, 4096, 8192):
-        launch((first, 512), (1, 0))
+        launch((first, 512, 1, 0))
     assert encoded == [4096, 512, 8192]
     assert not kernel.through_triton
     head = (3, 2, 1, 1000, 77, False, False, None, None, (4, 1, 1000), None, None, None)
@@ -83,7 +83,7 @@ def test_arguments_in_order_and_maps_encoded_once(encoded: list[int]) -> None:
 
 def goes_through_triton(kernel: Kernel) -> bool:
     launch, template = launch_of(kernel)
-    launch((4096, 512), (1, 0))
+    launch((4096, 512, 1, 0))
     if kernel.launched:
         return False
     grid, first, second, *rest = kernel.through_triton[0]
