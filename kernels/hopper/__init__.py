@@ -1,12 +1,16 @@
 """Attention for sm_90 (H100, H200) in Gluon, the low-level language that Triton ships: TMA, wgmma, warp specialisation.
 
-    forward.py                 the forward kernel
-    backward*.py               the backward kernels            prepare.py   the memory-bound kernels around them
-    scores.py, rows.py         masks as intervals of keys      barriers.py  named barriers
+    forward*.py                the forward kernel
+    backward*.py               the backward kernel, head dimensions up to 128
+    wide_queries.py,
+    wide_keys.py               the backward kernels above: dQ; dK and dV
+    prepare.py                 the memory-bound kernels around the backward
+    scores.py, rows*.py        masks as intervals of keys      barriers.py  named barriers
     templates.py               tile sizes as data              gluon_api.py names that moved between Triton versions
     instances.py, build.py     signatures, compilation         assembler.py which ptxas
     descriptors.py, plans.py,
-    launch.py                  tensor maps, what is kept from call to call, the launchers
+    mapped_launch.py           tensor maps, what is kept from call to call, the way to the driver
+    launch.py                  the launchers: where a call begins
 
 docs/hopper.md has the design, the measurements and the hazards. This module imports with torch alone.
 """
