@@ -97,7 +97,6 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
             continue
         records[index] = applied(plan)
     if renamed:
-        graph.lint()
         module.recompile()
     return [records[index] for index in range(len(found)) if index not in joined]
 

@@ -30,6 +30,7 @@ def apply(plan: Planned, views: Views) -> dict[fx.Node, fx.Node]:
     for result in plan.results:
         node = replaced[result.replaces]
         result.replaces.replace_all_uses_with(node, delete_user_cb=lambda user: user not in plan.site.region)
+        assert all(node < user for user in node.users), f"{node.name} is read before it is computed"
     _erase_dead([*plan.site.region, *replaced])
     return replaced
 
@@ -39,6 +40,7 @@ def _insert(plan: Planned, editor: _Editor) -> dict[fx.Node, fx.Node]:
     options = {name: value for name, value in plan.options.items() if value is not None}
     call = editor.place("call_function", plan.target, plan.value)
     call.kwargs = {**tensors, **options}
+    assert all(node < call for node in tensors.values()), f"{call.name} reads what is computed only later"
     replaced = {}
     for result in plan.results:
         node = call

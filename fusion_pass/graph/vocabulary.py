@@ -94,7 +94,8 @@ _PURE_HIGHER_ORDER = frozenset(
 
 def operation(node: fx.Node) -> str:
     """Canonical name of what `node` does; for nodes that call nothing, their kind (`placeholder`, `get_attr`, ...)."""
-    return _name(node.op, node.target)
+    op = node.op
+    return _function_name(node.target) if op == "call_function" else _name(op, node.target)
 
 
 def _name(op: str, target: Any) -> str:
