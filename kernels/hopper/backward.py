@@ -107,7 +107,7 @@ def dq_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
         barriers.sync(FULL, HALF)
         tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
         barriers.sync(FULL + 1, HALF)
-        tma_reduce_add(p.dq, [b, h, row0, T.qk_dim // 2], mem.dq_halves.index(1))
+        tma_reduce_add(p.dq, [b, h, row0, T.dq_lanes], mem.dq_halves.index(1))
         tma_store_wait(1)
         barriers.arrive(DQ_FREE, HALF)
         tma_store_wait(0)
@@ -182,10 +182,7 @@ def backward_kernel(
     tile_dq = gl.allocate_shared_memory(
         gl.float32, DQ_SHAPE, gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32)
     )
-    if T.split_dq:
-        halves = reinterpret(tile_dq, gl.float32, [2, 1, 1, T.block_m, T.qk_dim // 2], dq.layout)
-    else:
-        halves = reinterpret(tile_dq, gl.float32, [1, 1, 1, T.block_m, T.qk_dim], dq.layout)
+    halves = reinterpret(tile_dq, gl.float32, [2, 1, 1, T.block_m, T.dq_lanes], dq.layout)
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
     block = gl.program_id(1)

@@ -94,11 +94,6 @@ class BackwardTemplate(Template):
     num_warps: int
 
     @property
-    def split_dq(self) -> bool:
-        """Each warpgroup owns half of the feature axis of dQ and hands it over on its own barrier (64-row tiles)."""
-        return self.block_m == 64
-
-    @property
     def dq_warps(self) -> int:
         """Warps that add dQ to memory. With `deterministic` two take turns: one waits until its addition is written
         while the other waits for its turn."""
@@ -106,8 +101,9 @@ class BackwardTemplate(Template):
 
     @property
     def dq_lanes(self) -> int:
-        """Lanes of dQ in one reduce-add."""
-        return self.qk_dim // 2 if self.split_dq else self.qk_dim
+        """Lanes of dQ in one reduce-add: each of the two warpgroups owns half of the feature axis and hands it over on
+        its own barrier."""
+        return self.qk_dim // 2
 
     @property
     def max_registers(self) -> int:
