@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fusion-pass", description=__doc__)
+    parser = argparse.ArgumentParser(prog="fusion-pass", description="A fusion pass for torch.compile.")
     commands = parser.add_subparsers(title="commands", required=True)
 
     command = commands.add_parser("explain", help="what would be fused in a model, and why the rest would not")
@@ -114,6 +114,8 @@ def _print(report: Report, options: argparse.Namespace) -> None:
         console.print(show.sites(report))
         console.print()
     console.print(show.counts(report))
+    if report.notes:
+        console.print(show.notes(report))
     if any(site.kernel == "reference" for site in report.fused):
         console.print(
             "The reference kernel is plain ATen: right on any device, and not faster than the code it replaces."

@@ -39,16 +39,18 @@ class SiteReport:
     """The kernel that runs it; empty when skipped."""
     arguments: Mapping[str, Any]
     """The operator's options as found in the graph, and `"<tensor>": "<dtype>[shape]"` for its tensors."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What the arguments do not say, by topic: work of the model that stays in front of the call."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, keys in the order of the fields."""
+        """JSON-ready, keys in the order of the fields; notes stand among the arguments."""
         return {
             "fusion": self.fusion,
             "layer": self.layer,
             "status": self.status,
             "reason": self.reason,
             "kernel": self.kernel,
-            "arguments": dict(self.arguments),
+            "arguments": {**self.arguments, **self.notes},
         }
 
 
@@ -86,6 +88,12 @@ class Report:
         """How often each reason not to fuse occurs, as `"fusion: reason"`."""
         return dict(Counter(f"{site.fusion}: {site.reason}" for site in self.skipped))
 
+    @property
+    def notes(self) -> dict[str, int]:
+        """How many sites have each note, as `"fusion, topic: note"`."""
+        notes = (f"{site.fusion}, {topic}: {note}" for site in self.sites for topic, note in site.notes.items())
+        return dict(Counter(notes))
+
     def to_dict(self) -> dict[str, Any]:
         """`{"sites": [...], "counts": {...}}`, JSON-ready."""
         return {"sites": [site.to_dict() for site in self.sites], "counts": self.counts}
@@ -94,6 +102,7 @@ class Report:
         kernels = Counter((site.fusion, site.kernel) for site in self.fused)
         lines = [f"{fusion}: {count} fused ({kernel})" for (fusion, kernel), count in sorted(kernels.items())]
         lines += [f"{count} left alone, {reason}" for reason, count in self.reasons.items()]
+        lines += [f"{count} of {note}" for note, count in self.notes.items()]
         return "\n".join(lines) or "no place for a fusion found"
 
 
@@ -118,18 +127,16 @@ def fused(plan: Planned) -> SiteReport:
         FUSED,
         "",
         plan.kernel,
-        {**tensors, **_json_ready(plan.options), **_notes(plan.site)},
+        {**tensors, **_json_ready(plan.options)},
+        plan.site.notes,
     )
 
 
 def skipped(place: Site | Refusal, reason: str) -> SiteReport:
     """The record of a place that is left alone."""
     options = _json_ready(place.call.options) if isinstance(place, Site) else {}
-    return SiteReport(place.fusion, place.layer, SKIPPED, reason, "", {**options, **_notes(place)})
-
-
-def _notes(place: Site | Refusal) -> dict[str, Any]:
-    return _json_ready(getattr(place, "notes", {}))
+    notes = place.notes if isinstance(place, Site) else {}
+    return SiteReport(place.fusion, place.layer, SKIPPED, reason, "", options, notes)
 
 
 def _json_ready(options: Mapping[str, Any]) -> dict[str, Any]:

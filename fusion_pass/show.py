@@ -43,17 +43,26 @@ def counts(report: Report) -> str:
     return ", ".join(parts) or "No place for a fusion was found."
 
 
+def notes(report: Report) -> str:
+    """What the arguments do not say, a line for each distinct note."""
+    return "\n".join(f"Note on {count} of {note}." for note, count in report.notes.items())
+
+
 _LEFT_OUT = frozenset(
     "backend cos sin positions weight q_weight k_weight bias q_bias k_bias out_order out_dtype rotary_start".split()
 )
 """Arguments that the table leaves out: they follow from the others or say nothing about what is computed."""
+
+_USUAL: Mapping[str, Any] = {"norm_scope": "head", "window_left": -1, "window_right": -1, "softcap": 0.0}
+"""Values that mean that nothing special is done."""
 
 
 def summary(arguments: Mapping[str, Any]) -> str:
     """The arguments that tell one variant of an operator from another, on one line. `--json` has them all."""
     parts = []
     for name, value in arguments.items():
-        if name in _LEFT_OUT or value is None or value is False or value in ("none", "", []):
+        nothing = value is None or value is False or value in ("none", "", [])
+        if name in _LEFT_OUT or nothing or (name in _USUAL and value == _USUAL[name]):
             continue
         parts.append(name if value is True else f"{name} {value}")
     return ", ".join(parts)

@@ -72,7 +72,7 @@ def test_says_what_the_arguments_do_not(capsys: pytest.CaptureFixture[str], monk
     assert all(s["reason"].startswith("q and k are normalised, but not rotated") for s in sites)
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["explain", "--model", "qwen3_vl"]) == 0
-    assert f"mrope {selected}" in capsys.readouterr().out
+    assert f"Note on 1 of qk_norm_rope, mrope: {selected}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
