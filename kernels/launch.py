@@ -128,23 +128,6 @@ class Launch:
             self._variants[tuple(address % _ALIGNMENT == 0 for address in addresses)] = run
 
 
-def compiled_launch(compiled: Any, grid: Grid, device: torch.device) -> Callable[..., None]:
-    """`compiled[grid]` of a compiled kernel that is loaded on `device`, to be kept: called with all of the kernel's
-    arguments, in order. For kernels that are compiled by hand (`triton.compile`)."""
-    run = _direct_launch(compiled, grid, device.index, ())
-
-    def launch(*arguments: Any) -> None:
-        if _current_device() != device.index:
-            with torch.cuda.device(device):
-                launch(*arguments)
-        elif run is None or _hooked(None):
-            compiled[grid](*arguments)
-        else:
-            run(arguments)
-
-    return launch
-
-
 def _direct_launch(compiled: Any, grid: Grid, index: int, tail: Sequence[Any]) -> Callable[..., None] | None:
     """A function that launches with the arguments it is given and `tail` after them, or None where this Triton's
     launcher is another."""
