@@ -49,6 +49,7 @@ def test_every_architecture(arch: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_spills_in_any_instance(arch: str) -> None:
     check(CUDA_CASES, arch)
