@@ -40,7 +40,6 @@ from .backward_state import (
     following,
     gradient_layout,
     keep_bounds,
-    must_compare,
     needs_mask,
     new_barriers,
     tile_at,
@@ -196,8 +195,7 @@ def backward_kernel(
         new_barriers(T.stages), new_barriers(T.stages), new_barriers(2),
     )  # fmt: skip
     p = Problem(
-        q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels,
-        must_compare(labels, kv_heads, rows_stride, seq_q, seq_k, T), order, turns,
+        q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, order, turns,
         (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride), (scale, cap_scale, grad_scale),
         parts, block * T.block_n, (first, last),
     )  # fmt: skip

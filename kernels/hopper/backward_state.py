@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .gluon_api import aggregate, partition_barrier
-from .scores import hide_other_segments, labels_of
+from .scores import hide_other_segments
 
 DQ_FULL = gl.constexpr(4)
 """Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO
@@ -37,7 +37,6 @@ class Problem:
     row_low: gl.tensor
     row_high: gl.tensor
     labels: gl.tensor
-    compare: gl.tensor
     order: gl.tensor
     turns: gl.tensor
     sizes: gl.tuple
@@ -62,7 +61,6 @@ class Problem:
         row_low,
         row_high,
         labels,
-        compare,
         order,
         turns,
         sizes,
@@ -84,7 +82,6 @@ class Problem:
         self.row_low = row_low
         self.row_high = row_high
         self.labels = labels
-        self.compare = compare
         self.order = order
         self.turns = turns
         self.sizes = sizes
@@ -161,16 +158,6 @@ def batch_and_head(p):
 
 
 @gluon.jit
-def must_compare(labels, kv_heads, rows_stride, seq_q, seq_k, T: gl.constexpr):
-    """Whether labels must be compared in this thread block's batch."""
-    if T.segments:
-        b = (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads
-        return gl.load(labels_of(labels, b, rows_stride, seq_q, seq_k))
-    else:
-        return kv_heads * 0
-
-
-@gluon.jit
 def hide(st, tile, p, T: gl.constexpr):
     """Set the scores of hidden keys to -inf."""
     LAYOUT: gl.constexpr = scores_layout(T)
@@ -186,8 +173,7 @@ def hide(st, tile, p, T: gl.constexpr):
         high = gl.load(p.row_high + b * rows_stride + rows)
         keep = (keys[:, None] < high[None, :]) & (keys[:, None] >= low[None, :])
         if T.segments:
-            labels = labels_of(p.labels, b, rows_stride, seq_q, seq_k)
-            st = hide_other_segments(st, p.compare, labels, rows, keys, seq_q, seq_k, False)
+            st = hide_other_segments(st, p.labels, b, rows_stride, rows, keys, seq_q, seq_k, False)
     else:
         # The limit stands on the side of the keys, of which a thread has two, not of its sixteen or more queries:
         # registers are scarce here.

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .gluon_api import aggregate
-from .scores import hide_other_segments, key_blocks, key_limits, labels_of
+from .scores import hide_other_segments, key_blocks, key_limits
 
 FREE = gl.constexpr(5)
 """First named barrier: `stages` for "K block free", `stages` for "V block free", one per warpgroup for its turn
@@ -164,8 +164,7 @@ def tile_after(turn, p, T: gl.constexpr):
 
 @gluon.jit
 def limits(row0, head, p, T: gl.constexpr):
-    """The interval of keys of each of the 64 rows at `row0`, which rows they are, and whether labels must be compared:
-    (low, high, row0, head, compare)."""
+    """The interval of keys of each of the 64 rows at `row0`, and which rows they are: (low, high, row0, head)."""
     LAYOUT: gl.constexpr = scores_layout(T)
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     band_low, band_high = p.band
@@ -173,17 +172,14 @@ def limits(row0, head, p, T: gl.constexpr):
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     offset = (head // heads) * rows_stride
     low, high = key_limits(rows, seq_k, band_low, band_high, p.row_low + offset, p.row_high + offset, T)
-    compare = row0 * 0
-    if T.segments:
-        compare = gl.load(labels_of(p.labels, head // heads, rows_stride, seq_q, seq_k))
-    return low, high, row0, head, compare
+    return low, high, row0, head
 
 
 @gluon.jit
 def hide_keys(s, block, rows, p, T: gl.constexpr):
     """Set the scores of hidden keys to -inf: 64 rows (`limits`) against a block of keys."""
     LAYOUT: gl.constexpr = scores_layout(T)
-    low, high, row0, head, compare = rows
+    low, high, row0, head = rows
     columns = block * T.block_n + gl.arange(0, T.block_n, gl.SliceLayout(0, LAYOUT))
     keep = columns[None, :] < high[:, None]
     if T.left_limit:
@@ -192,6 +188,5 @@ def hide_keys(s, block, rows, p, T: gl.constexpr):
     if T.segments:
         batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
         tile = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        labels = labels_of(p.labels, head // heads, p.rows_strides[0], seq_q, seq_k)
-        s = hide_other_segments(s, compare, labels, tile, columns, seq_q, seq_k, True)
+        s = hide_other_segments(s, p.labels, head // heads, p.rows_strides[0], tile, columns, seq_q, seq_k, True)
     return s

@@ -52,26 +52,18 @@ def _steps_back(ids, token, step, count):
 
 
 @triton.jit
-def _halve(ids, step, low, high, value, OR_EQUAL: tl.constexpr):
-    """One step of a binary search in ascending `ids` for the first index in `[low, high)` whose id is above `value` (or
-    equal to it). Several searches step side by side, because each step waits for memory."""
-    middle = (low + high) // 2
-    open_ = low < high
-    found = tl.load(ids + middle.to(tl.int64) * step, mask=open_, other=0).to(tl.int64)
-    below = (found < value) if OR_EQUAL else (found <= value)
-    return tl.where(open_ & below, middle + 1, low), tl.where(open_ & ~below, middle, high)
-
-
-@triton.jit
-def _bounds(ids, step, count, value, search_steps):
-    """First index whose id equals `value`, and one past the last; both where it would stand if there is none."""
+def _first_above(ids, step, count, value, OR_EQUAL: tl.constexpr, search_steps):
+    """First index whose id is above `value` (or equal to it) in ascending `ids`; `count` if there is none."""
     low = tl.zeros_like(value).to(tl.int32)
     high = low + count
-    other_low, other_high = low, high
     for _ in range(search_steps):
-        low, high = _halve(ids, step, low, high, value, True)
-        other_low, other_high = _halve(ids, step, other_low, other_high, value, False)
-    return low, other_low
+        middle = (low + high) // 2
+        open_ = low < high
+        found = tl.load(ids + middle.to(tl.int64) * step, mask=open_, other=0).to(tl.int64)
+        below = (found < value) if OR_EQUAL else (found <= value)
+        low = tl.where(open_ & below, middle + 1, low)
+        high = tl.where(open_ & ~below, middle, high)
+    return low
 
 
 @triton.jit
@@ -110,7 +102,7 @@ def row_intervals(
         facing = tl.load(positions + query)
     compare = tile < 0
     if DOCUMENTS:
-        _, document = _bounds(q_ids + 1, q_step, documents, query.to(tl.int64), search_steps)
+        document = _first_above(q_ids + 1, q_step, documents, query.to(tl.int64), False, search_steps)
         low = tl.load(k_ids + document * k_step).to(tl.int32)
         end = tl.load(k_ids + tl.minimum(document + 1, documents) * k_step).to(tl.int32)
     else:
@@ -126,7 +118,8 @@ def row_intervals(
         if not compare:
             if HAS_IDS:
                 own = tl.load(q_ids + b * q_batch + query.to(tl.int64) * q_step).to(tl.int64)
-                low, end = _bounds(k_ids + b * k_batch, k_step, num_keys, own, search_steps)
+                low = _first_above(k_ids + b * k_batch, k_step, num_keys, own, True, search_steps)
+                end = _first_above(k_ids + b * k_batch, k_step, num_keys, own, False, search_steps)
             end = tl.maximum(tl.minimum(end, last_key), tl.minimum(first_key, num_keys))
             low = tl.minimum(tl.maximum(low, first_key), end)
         width = LABELS_HEAD + rows + tl.cdiv(num_keys, PADDED) * PADDED
@@ -171,6 +164,15 @@ def row_intervals(
 
 
 @triton.jit
+def _tiles_before(ends, BLOCK_M: tl.constexpr, LAST: tl.constexpr, tiles, value, OR_EQUAL: tl.constexpr, search_steps):
+    """How many tiles have, in their first (LAST: last) row, an entry of ascending `ends` below (or equal to)
+    `value`."""
+    return _first_above(
+        ends + (BLOCK_M - 1 if LAST else 0), BLOCK_M, tiles, value.to(tl.int64), not OR_EQUAL, search_steps
+    )
+
+
+@triton.jit
 def query_ranges(
     row_low, row_high, labels, ranges, num_queries, num_keys, search_steps,
     LABELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr,
@@ -183,17 +185,10 @@ def query_ranges(
     low, high = row_low + b * rows, row_high + b * rows
     start = block * BLOCK_N
     end = start + BLOCK_N
-    # How many tiles end before the block begins, begin before it ends, …: `low` and `high` ascend with the row.
-    first, first_end = tl.zeros_like(block), tl.zeros_like(block) + tiles
-    last, last_end = first, first_end
-    clear_first, clear_first_end = first, first_end
-    clear_last, clear_last_end = first, first_end
-    for _ in range(search_steps):
-        first, first_end = _halve(high + (BLOCK_M - 1), BLOCK_M, first, first_end, start, False)
-        last, last_end = _halve(low, BLOCK_M, last, last_end, end, True)
-        clear_first, clear_first_end = _halve(high, BLOCK_M, clear_first, clear_first_end, end, True)
-        clear_last, clear_last_end = _halve(low + (BLOCK_M - 1), BLOCK_M, clear_last, clear_last_end, start, False)
-    last = tl.maximum(last, first)
+    first = _tiles_before(high, BLOCK_M, True, tiles, start, True, search_steps)
+    last = tl.maximum(_tiles_before(low, BLOCK_M, False, tiles, end, False, search_steps), first)
+    clear_first = _tiles_before(high, BLOCK_M, False, tiles, end, False, search_steps)
+    clear_last = _tiles_before(low, BLOCK_M, True, tiles, start, True, search_steps)
     if LABELS:
         compare = tl.load(labels + b * (LABELS_HEAD + rows + tl.cdiv(num_keys, PADDED) * PADDED)) != 0
         clear_first = tl.where(compare, last, clear_first)

@@ -100,20 +100,15 @@ def key_limits(rows, seq_k, band_low, band_high, row_low, row_high, T: gl.conste
 
 
 @gluon.jit
-def labels_of(labels, batch, rows_stride, seq_q, seq_k):
-    """Where the labels of a batch are. Their first entry says whether they must be compared at all (rows.py)."""
-    width = _LABELS_HEAD + gl.cdiv(seq_q, _PADDED) * _PADDED + gl.cdiv(seq_k, _PADDED) * _PADDED
-    return labels + gl.where(rows_stride > 0, batch, 0) * width
-
-
-@gluon.jit
-def hide_other_segments(s, compare, labels, rows, keys, seq_q, seq_k, ROWS_FIRST: gl.constexpr):
-    """Set scores between different segments to -inf, if `compare`. `labels`: see `labels_of`.
+def hide_other_segments(s, labels, batch, rows_stride, rows, keys, seq_q, seq_k, ROWS_FIRST: gl.constexpr):
+    """Set scores between different segments to -inf, where labels must be compared at all (rows.py).
 
     `rows`, `keys`: indices along the two axes of `s`, rows along the first one if ROWS_FIRST.
     """
-    if compare != 0:
-        padded_rows = gl.cdiv(seq_q, _PADDED) * _PADDED
+    padded_rows = gl.cdiv(seq_q, _PADDED) * _PADDED
+    width = _LABELS_HEAD + padded_rows + gl.cdiv(seq_k, _PADDED) * _PADDED
+    labels += gl.where(rows_stride > 0, batch, 0) * width
+    if gl.load(labels) != 0:
         of_row = gl.load(labels + _LABELS_HEAD + gl.minimum(rows, padded_rows - 1))
         of_key = gl.load(labels + _LABELS_HEAD + padded_rows + gl.minimum(keys, seq_k - 1))
         if ROWS_FIRST:

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import barriers
-from .backward_state import batch_and_head, hide, must_compare, new_barriers, scores_layout
+from .backward_state import batch_and_head, hide, new_barriers, scores_layout
 from .gluon_api import aggregate, partition_barrier, reinterpret, tma_load, tma_store, tma_store_wait
 from .scores import query_tiles, tanh
 
@@ -52,7 +52,6 @@ class Problem:
     row_low: gl.tensor
     row_high: gl.tensor
     labels: gl.tensor
-    compare: gl.tensor
     sizes: gl.tuple
     band: gl.tuple
     scales: gl.tuple
@@ -62,8 +61,7 @@ class Problem:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, do, dk, dv, lse, delta, row_low, row_high, labels, compare, sizes, band, scales, parts, key0,
-        tiles,
+        self, q, k, v, do, dk, dv, lse, delta, row_low, row_high, labels, sizes, band, scales, parts, key0, tiles
     ):  # fmt: skip
         self.q = q
         self.k = k
@@ -76,7 +74,6 @@ class Problem:
         self.row_low = row_low
         self.row_high = row_high
         self.labels = labels
-        self.compare = compare
         self.sizes = sizes
         self.band = band
         self.scales = scales
@@ -286,7 +283,6 @@ def wide_keys_kernel(
     )  # fmt: skip
     p = Problem(
         q, k, v, do, dk, dv, lse, delta, row_low, row_high, labels,
-        must_compare(labels, kv_heads, rows_stride, seq_q, seq_k, T),
         (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride), (scale, cap_scale, grad_scale),
         parts, block * T.block_n, query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T),
     )  # fmt: skip
