@@ -165,6 +165,7 @@ def _pytorch(shape: Shape, q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend 
 
 
 def _flex(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    from torch._functorch import config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     length = shape.tokens // shape.documents
@@ -176,6 +177,7 @@ def _flex(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Call:
         return result & (query - key <= shape.window) if shape.window >= 0 else result
 
     mask = create_block_mask(seen, None, None, shape.tokens, shape.tokens, device="cuda")
+    functorch_config.donated_buffer = False  # the backward is timed again and again with its graph kept
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
     def call() -> Tensor:

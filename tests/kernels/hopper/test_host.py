@@ -137,22 +137,26 @@ def test_reasons(call: Request, reason: str | None, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("op", "keys", "head_dim", "gated"),
+    ("op", "keys", "head_dim", "causal", "gated"),
     [
-        ("attention", 4096, 256, True),
-        ("attention", 16384, 256, False),
-        ("attention", 4096, 128, False),
-        ("attention_backward", 4096, 256, False),
+        ("attention", 4096, 256, "none", True),
+        ("attention", 16384, 256, "none", False),
+        ("attention", 4096, 128, "top_left", False),
+        ("attention", 1024, 128, "top_left", True),
+        ("attention", 1024, 128, "none", False),
+        ("attention_backward", 4096, 256, "none", False),
+        ("attention_backward", 4096, 64, "none", True),
+        ("attention_backward", 4096, 64, "top_left", False),
+        ("attention_backward", 1024, 128, "top_left", False),
     ],
 )
-def test_wide_forward_is_left_to_cudnn(
-    op: str, keys: int, head_dim: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_is_left_to_cudnn(
+    op: str, keys: int, head_dim: int, causal: str, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where cuDNN is faster, and can be used."""
     cudnn = Kernel("sdpa", frozenset({op}), load=lambda: None, available=lambda: None)
     monkeypatch.setattr("fusion_pass.kernels.hopper.kernels", lambda _: (cudnn,))
-    shapes = dict.fromkeys("qkv", (1, keys, 4, head_dim))
-    call = replace(request(shapes=shapes), op=op)
+    call = replace(request(shapes=dict.fromkeys("qkv", (1, keys, 4, head_dim)), causal=causal), op=op)
     assert (_gate(call) is not None) == gated
     cudnn = replace(cudnn, supports=lambda _: "a mask is given.")
     assert _gate(call) is None
