@@ -20,7 +20,7 @@ import torch
 MODULES = ("hopper", "cuda", "triton", "ascend", "reference", "attention_kernels")
 ORDER = ("hopper", "sdpa", "triton", "cuda", "ascend_inference", "ascend", "ascend_packed", "ascend_flash", "reference")
 
-NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope", "rope_"})
+NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope"})
 
 JOINED_OP = "norm_rope_attention"
 """Has no kernel of its own but those of its parts (`block.py`)."""
@@ -140,18 +140,26 @@ def choose(request: Request, allow_reference: bool = False, only: Iterable[str] 
     """The first kernel that serves the request, or the reason against each one.
 
     `only` restricts the choice to kernels of these names (then the cost gate is not asked: they were named).
+    Where the reference is allowed, a kernel that only its cost gate refuses stands before it: Inductor's code is no
+    longer to be had, and the reference is slower than both.
     """
     names = None if only is None else set(only)
     if request.op == JOINED_OP:
         return _choose_parts(request, allow_reference, names)
     reasons: dict[str, str] = {}
+    able: Kernel | None = None
     for kernel in kernels(request.op):
         if names is not None and kernel.name not in names:
             continue
         if kernel.name == "reference" and not allow_reference:
             reasons[kernel.name] = "it is for checking, not for speed, and allow_reference is off."
             continue
-        reason = kernel.available() or kernel.supports(request) or (kernel.gate(request) if names is None else None)
+        if kernel.name == "reference" and able is not None:
+            return Choice(able, reasons)
+        reason = kernel.available() or kernel.supports(request)
+        if reason is None and names is None:
+            reason = kernel.gate(request)
+            able = able or kernel
         if reason is None:
             return Choice(kernel, reasons)
         reasons[kernel.name] = reason

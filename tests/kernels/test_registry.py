@@ -62,6 +62,32 @@ def test_a_named_kernel_is_not_gated() -> None:
     assert chosen.name == "slow"
 
 
+def test_a_gated_kernel_stands_before_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is slower than both: an operator that is called runs what there is."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    registry.register(kernel("slow", gate="slower than Inductor."))
+    chosen = registry.choose(REQUEST, allow_reference=True)
+    assert chosen.kernel is not None
+    assert chosen.kernel.name == "slow"
+    assert chosen.reasons["slow"] == "slower than Inductor."
+    assert registry.choose(REQUEST).kernel is None
+
+
+def test_the_gate_of_triton() -> None:
+    gate = next(k.gate for k in registry.kernels("qk_norm_rope") if k.name == "triton")
+
+    def asked(tokens: tuple[int | None, int | None], scope: str, training: bool) -> str | None:
+        shapes = {"q": (*tokens, 32, 128)}
+        options = {"norm_scope": scope}
+        return gate(Request("qk_norm_rope", torch.device("cuda"), {}, shapes, options, training))
+
+    assert asked((1, 1), "hidden", True) is not None
+    assert asked((1, 1), "hidden", False) is None
+    assert asked((1, 1), "head", True) is None
+    assert asked((1, 1024), "hidden", True) is None
+    assert asked((None, None), "hidden", True) is None
+
+
 def test_names_are_unique() -> None:
     with pytest.raises(ValueError, match="kernel 'reference' is registered already"):
         registry.register(replace(kernel("reference"), ops=frozenset({"rope"})))
