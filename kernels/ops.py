@@ -93,8 +93,7 @@ class Plan:
     def run(self) -> list[Tensor]:
         """Fill the results and return them."""
         if any(result.numel() for result in self.results):
-            counted = self.tables is not None and self.tables.counted is not None
-            chosen = resolve(self.op, self.backend, self.streams[0].x, self.options, False, counted)
+            chosen = resolve(self.op, self.backend, self.streams[0].x, self.options, training=False)
             tables = tables_for(chosen, self.tables, self.streams[0].x.shape[1])
             self.works = chosen.forward(self.streams, tables, self.options, self.copy)
         return self.fake()
@@ -122,8 +121,7 @@ class GradPlan:
 
     def run(self) -> list[Tensor]:
         """The gradients that are needed."""
-        counted = self.tables is not None and self.tables.counted is not None
-        chosen = resolve(self.op, self.backend, self.streams[0].grad, self.options, True, counted)
+        chosen = resolve(self.op, self.backend, self.streams[0].grad, self.options, training=True)
         needs_tables = self.needs_cos or self.needs_sin
         if self.streams[0].grad.numel():
             tables = tables_for(chosen, self.tables, self.streams[0].grad.shape[1])
@@ -159,11 +157,8 @@ class GradPlan:
         return [g for g in (*self.dx, cos, sin, *gradients.weights, *gradients.biases) if g is not None]
 
 
-def resolve(op: str, backend: str, x: Tensor, options: Options, training: bool, counted: bool = False) -> Backend:
-    """The back end called `backend`, or for 'auto' the first that serves the call (`reference` if no other does).
-
-    `counted`: the positions are counted within sequences.
-    """
+def resolve(op: str, backend: str, x: Tensor, options: Options, training: bool) -> Backend:
+    """The back end called `backend`, or for 'auto' the first that serves the call (`reference` if no other does)."""
     if backend != "auto":
         return cast(Backend, registry.get(op, backend).load())
     request = registry.Request(
@@ -171,7 +166,7 @@ def resolve(op: str, backend: str, x: Tensor, options: Options, training: bool, 
         device=x.device,
         dtypes={"x": x.dtype},
         shapes={"x": tuple(x.shape)},
-        options={**vars(options), "counted": counted},
+        options=vars(options),
         training=training,
     )
     choice = registry.choose(request, allow_reference=True)

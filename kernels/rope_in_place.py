@@ -40,7 +40,7 @@ class InPlacePlan:
         x = self._x
         if not x.numel():
             return []
-        chosen = resolve("rope_", self._backend, x, self._options, False, self._tables.counted is not None)
+        chosen = resolve("rope", self._backend, x, self._options, training=False)
         tables = tables_for(chosen, self._tables, x.shape[1])
         if getattr(chosen, "WRITES_IN_PLACE", False):
             self.works = chosen.forward((Stream(x, x),), tables, self._options)

@@ -51,22 +51,6 @@ def _supports(request: Request) -> str | None:
     return unsupported(options, head_dim)
 
 
-def faster_than_triton(head_dim: int, training: bool) -> bool:
-    """Where both back ends were measured on one card (docs/cuda.md) and this one was clearly faster: head dimensions
-    that are no power of two, which Triton's tiles pad, and the backward for 64."""
-    power_of_2 = head_dim & (head_dim - 1) == 0
-    return not power_of_2 or (training and head_dim == 64)
-
-
-def _gate(request: Request) -> str | None:
-    if request.op == "rope_" or request.options.get("counted"):
-        return None  # Triton's back end writes another tensor and copies it, and is handed positions that ATen counts
-    head_dim = _head_dim(request)
-    if head_dim is not None and faster_than_triton(head_dim, request.training):
-        return None
-    return "Triton's kernels are as fast for this shape and need nothing more installed; name it to have it."
-
-
 KERNELS = (
     Kernel(
         name="cuda",
@@ -74,6 +58,5 @@ KERNELS = (
         load=lambda: importlib.import_module(f"{__name__}.norm_rope"),
         available=_available,
         supports=_supports,
-        gate=_gate,
     ),
 )
