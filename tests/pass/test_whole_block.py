@@ -73,8 +73,21 @@ def compiled(module: nn.Module, whole_block: bool, **settings: Any) -> tuple[Any
     return torch.compile(module, backend=backend, fullgraph=True), backend, compiler
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_vl", "olmo2", "llama", "qwen3_fused_qkv"])
+NAMED = ("qwen3", "gemma3", "qwen3_vl", "olmo2", "llama", "qwen3_fused_qkv")
+MORE = (
+    "gpt_neox",
+    "gpt_oss",
+    "modernbert",
+    "gemma2",
+    "glm4v",
+)  # a grouped packing, sinks, no causality, a soft cap, ...
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in (*NAMED, *MORE)] + [(name, torch.bfloat16) for name in NAMED],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
 def test_training_step(name: str, dtype: torch.dtype) -> None:
     module, inputs = zoo.build(name, dtype=dtype)
     model, backend, compiler = compiled(module, True, expect={JOINED: 1})
