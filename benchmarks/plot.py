@@ -55,7 +55,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes[0][0].legend(fontsize=6)
     figure.suptitle(f"{record['card']}, torch {record['torch']}, triton {record['triton']}, {record['date']}")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=75)
 
 
 def main() -> None:
