@@ -42,7 +42,7 @@ SPILLS = {
     "queries-*-segments-softcap": 900,
     "keys-*-segments-softcap": 64,
     "forward-128x128-*-softcap": 64,
-    "forward-256x256-none*": 0,
+    "forward-256x256-none*": 32,
     "forward-256x256-*": 128,
     "forward-*": 0,
     "queries-*-softcap": 128,
