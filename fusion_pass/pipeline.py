@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import fx
 from torch._guards import CompileContext
@@ -11,6 +13,7 @@ from torch._guards import CompileContext
 from fusion_pass import report, rewrite
 from fusion_pass.config import FusionConfig
 from fusion_pass.extensions import patterns
+from fusion_pass.graph.effects import graphs_at_rest
 from fusion_pass.graph.site import Refusal, Site
 from fusion_pass.patterns.block import blocks
 from fusion_pass.plan import Planned, Repeats, Unplannable, plan_site
@@ -30,9 +33,23 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
     started = time.perf_counter()
     before = _text(module) if texts else ""
     verifier = Verifier(config)
-    sites = [site for graph_module in _bodies_first(module) for site in _fuse_one(graph_module, config, verifier)]
+    with _no_collection():
+        sites = [site for graph_module in _bodies_first(module) for site in _fuse_one(graph_module, config, verifier)]
     report.log.debug("fused %d sites in %.1f ms", len(sites), 1e3 * (time.perf_counter() - started))
     return Report(tuple(sites), before, _text(module) if texts else "", graph_id())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from running in between: the pass makes many small objects and few cycles, and behind
+    Dynamo a collection walks millions of objects, which costs more than the pass."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def conclude(result: Report, config: FusionConfig, history: list[Report]) -> None:
@@ -60,7 +77,8 @@ def _is_new_attempt() -> bool:
 
 def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) -> list[SiteReport]:
     graph = module.graph
-    found = [place for pattern in patterns() for place in pattern.find(graph) if config.wants(place.fusion)]
+    with graphs_at_rest():
+        found = [place for pattern in patterns() for place in pattern.find(graph) if config.wants(place.fusion)]
     order = {node: index for index, node in enumerate(graph.nodes)}
     found.sort(key=lambda place: order[place.anchor])
     records: dict[int, SiteReport] = {}

@@ -66,7 +66,7 @@ class AttentionPattern:
         candidates = [node for node in graph.nodes if operation(node) in _READERS]
         if not candidates:
             return []
-        effects = Effects(graph)
+        effects = Effects.of(graph)
         index_reader = IndexReader(effects)
         repeats = AttentionRepeats(effects)
         found: list[Site | Refusal] = []

@@ -37,7 +37,7 @@ class NormRope:
 
     def find(self, graph: fx.Graph) -> Iterable[Site | Refusal]:
         """Every site of this fusion in `graph`, and a refusal for every near miss."""
-        effects = Effects(graph)
+        effects = Effects.of(graph)
         readings, refusals = _readings(graph, effects)
         found: list[Site | Refusal] = list(refusals)
         for group in _groups(effects, readings):

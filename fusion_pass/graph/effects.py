@@ -7,15 +7,40 @@ alike.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 
 from torch import fx
 
 from .vocabulary import fake_tensor, written_arguments
 
+_shared: ContextVar[dict[fx.Graph, Effects] | None] = ContextVar("shared effects", default=None)
+
+
+@contextmanager
+def graphs_at_rest() -> Iterator[None]:
+    """While open, no graph changes: everybody who asks for the effects of one gets the same object."""
+    token = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
 
 class Effects:
     """Order, storages and writes of one graph. Built once; valid as long as the graph does not change."""
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Effects:
+        """The effects of `graph`: a new object, or inside `graphs_at_rest` the one for all."""
+        shared = _shared.get()
+        if shared is None:
+            return cls(graph)
+        if graph not in shared:
+            shared[graph] = cls(graph)
+        return shared[graph]
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
