@@ -20,7 +20,11 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 class Sight(NamedTuple):
-    """`Visibility` as a kernel argument. `mask` (bytes) and `bias` (added) are never both given; None: absent."""
+    """`Visibility` as a kernel argument. `mask` (bytes) and `bias` (added) are never both given; None: absent.
+
+    The strides stand one by one: of a tuple within this one Triton 3.6 loses a constant (a stride of 1) when `left` and
+    `right` are both given, and does not compile.
+    """
 
     positions: Any
     q_segments: Any
@@ -29,7 +33,10 @@ class Sight(NamedTuple):
     bias: Any
     q_segments_stride: int
     k_segments_stride: int
-    mask_strides: tuple[int, ...]
+    mask_batch_stride: int
+    mask_head_stride: int
+    mask_row_stride: int
+    mask_key_stride: int
     offset: int
     left: int | None
     right: int | None
@@ -114,8 +121,8 @@ def hide(scores, sight, sizes, batch, head, row, key, facing, q_segment, k_segme
         seen = seen & (q_segment == k_segment)
     if (sight.mask is not None) or (sight.bias is not None):
         inside = (row < sizes.rows) & (key < sizes.keys)
-        offset = batch * sight.mask_strides[0] + head * sight.mask_strides[1]
-        offset = offset + row.to(tl.int64) * sight.mask_strides[2] + key.to(tl.int64) * sight.mask_strides[3]
+        offset = batch * sight.mask_batch_stride + head * sight.mask_head_stride
+        offset = offset + row.to(tl.int64) * sight.mask_row_stride + key.to(tl.int64) * sight.mask_key_stride
         if sight.mask is not None:
             seen = seen & (tl.load(sight.mask + offset, mask=inside, other=0) != 0)
         else:
