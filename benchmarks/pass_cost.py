@@ -3,9 +3,9 @@
     python -m benchmarks.pass_cost [--layers 36]
 
 The graph is captured once; the pass then runs on fresh copies of it. Printed: the first run of the process, which
-imports and fills the pattern's cache, the median of the later ones with its parts, and the share of all of
-`torch.compile` (Dynamo and AOTAutograd measured; Inductor's code generation comes on top, so the true share is
-smaller).
+imports and fills the pattern's cache, the median of the later ones with its parts and with norm + rotation alone, and
+the share of all of `torch.compile` (Dynamo and AOTAutograd measured; Inductor's code generation comes on top, so the
+true share is smaller).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 
 from fusion_pass import FusionConfig, identity, pipeline, zoo
 from fusion_pass.extensions import patterns
+from fusion_pass.patterns.norm_rope import NormRope
 
 RUNS = 5
 
@@ -41,7 +43,7 @@ def main() -> None:
     layers = parser.parse_args().layers
     model, inputs = zoo.build("qwen3", layers=layers)
     config = FusionConfig(allow_reference=True)
-    times: dict[str, list[float]] = {"find": [], "pass": []}
+    times: dict[str, list[float]] = {"find": [], "pass": [], "norm_rope": []}
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from torch._dynamo.backends.debugging import aot_eager
@@ -51,17 +53,21 @@ def main() -> None:
             times["find"].append(milliseconds(lambda graph=fresh.graph: [list(p.find(graph)) for p in patterns()]))
             fresh = copy.deepcopy(module)
             times["pass"].append(milliseconds(lambda module=fresh: pipeline.fuse(module, config)))
+            fresh = copy.deepcopy(module)
+            with mock.patch.object(pipeline, "patterns", return_value=(NormRope(),)):
+                times["norm_rope"].append(milliseconds(lambda module=fresh: pipeline.fuse(module, config)))
         times["nodes"] = [len(module.graph.nodes)]
         times["sites"] = [len(pipeline.fuse(module, config).fused)]
         return aot_eager(module, example_inputs)
 
     total = milliseconds(lambda: torch.compile(model, backend=backend, fullgraph=True)(**inputs))
-    total -= sum(times["find"]) + sum(times["pass"])
-    whole, find = statistics.median(times["pass"][1:]), statistics.median(times["find"][1:])
+    total -= sum(times["find"]) + sum(times["pass"]) + sum(times["norm_rope"])
+    whole, find, alone = (statistics.median(times[name][1:]) for name in ("pass", "find", "norm_rope"))
     print(f"qwen3, {layers} layers: {times['nodes'][0]} nodes, {times['sites'][0]} sites, torch {torch.__version__}")
     print(f"  uuid of all sources         {milliseconds(lambda: identity.uuid(config)):8.1f} ms, once per process")
     print(f"  first run (imports, caches) {times['find'][0] + times['pass'][0]:8.1f} ms")
     print(f"  the pass                    {whole:8.1f} ms, of which recognising {find:.1f} ms (median of {RUNS})")
+    print(f"  norm + rotation alone       {alone:8.1f} ms")
     print(f"  Dynamo + AOTAutograd        {total:8.1f} ms; the pass is {100 * whole / total:.1f} % of it")
 
 
