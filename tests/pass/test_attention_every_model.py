@@ -10,10 +10,11 @@ import functools
 
 import pytest
 import torch
-from test_every_model import GRAPH_BREAKS
+from compiling import as_it_is, eager
+from test_every_model import GRAPH_BREAKS, ONE_SIZE, Combination, compare_outputs, compare_steps, shorter
 from test_models import assert_no_worse, backend, exact_step, step
 
-from fusion_pass import zoo
+from fusion_pass import FusionBackend, FusionConfig, zoo
 
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
@@ -42,6 +43,32 @@ def test_training_step(name: str, attention: str) -> None:
     compiled = torch.compile(module, backend=compiler, fullgraph=name not in GRAPH_BREAKS)
     ours, plain = step(compiled, module, inputs), step(module, module, inputs)
     assert_no_worse(ours, plain, exact_of(name), torch.finfo(torch.float32).eps)
+    attentions = [site for report in compiler.reports for site in report.sites if site.fusion == "attention"]
+    assert attentions
+    assert not [site.reason for site in attentions if site.status != "fused"]
+
+
+OTHERS = (
+    Combination(dynamic=False, training=False, dtype=torch.bfloat16),
+    Combination(dynamic=True, training=True, dtype=torch.float32),
+    Combination(dynamic=True, training=False, dtype=torch.bfloat16),
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", OTHERS, ids=str)
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_other_settings(name: str, attention: str, how: Combination) -> None:
+    """The same with symbolic shapes, at two lengths, and without gradients."""
+    torch._dynamo.reset()
+    module, inputs = zoo.build(name, dtype=how.dtype, attention=attention or None)
+    module.train(how.training)
+    compiler = FusionBackend(FusionConfig(allow_reference=True), inner=as_it_is if how.dynamic else eager)
+    compiled = torch.compile(module, backend=compiler, fullgraph=name not in GRAPH_BREAKS, dynamic=how.dynamic)
+    compare = compare_steps if how.training else compare_outputs
+    if how.dynamic and name not in ONE_SIZE:
+        compare(compiled, module, shorter(name, inputs), how.dtype)
+    compare(compiled, module, inputs, how.dtype)
     attentions = [site for report in compiler.reports for site in report.sites if site.fusion == "attention"]
     assert attentions
     assert not [site.reason for site in attentions if site.status != "fused"]
