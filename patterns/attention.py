@@ -63,10 +63,10 @@ class AttentionPattern:
 
     def find(self, graph: fx.Graph) -> Iterable[Site | Refusal]:
         """Every site of this fusion in `graph`, and a refusal for every near miss."""
-        candidates = [node for node in graph.nodes if operation(node) in _READERS]
+        effects = Effects.of(graph)
+        candidates = effects.doing(_READERS)
         if not candidates:
             return []
-        effects = Effects.of(graph)
         index_reader = IndexReader(effects)
         repeats = AttentionRepeats(effects)
         found: list[Site | Refusal] = []

@@ -38,19 +38,19 @@ class NormRope:
     def find(self, graph: fx.Graph) -> Iterable[Site | Refusal]:
         """Every site of this fusion in `graph`, and a refusal for every near miss."""
         effects = Effects.of(graph)
-        readings, refusals = _readings(graph, effects)
+        readings, refusals = _readings(effects)
         found: list[Site | Refusal] = list(refusals)
         for group in _groups(effects, readings):
             found += _sites(effects, group)
-        return sorted(unrotated(graph, found), key=lambda place: effects.order[place.anchor])
+        return sorted(unrotated(effects, found), key=lambda place: effects.order[place.anchor])
 
 
-def _readings(graph: fx.Graph, effects: Effects) -> tuple[list[Reading], list[Refusal]]:
+def _readings(effects: Effects) -> tuple[list[Reading], list[Refusal]]:
     readings: list[Reading] = []
     refusals: list[Refusal] = []
     taken: set[fx.Node] = set()
     known: Repeats[Reading | Refused | None] = Repeats(effects)
-    for node in roots(graph, effects, taken):
+    for node in roots(effects, taken):
         verdict = _verdict(effects, node, known)
         if isinstance(verdict, Reading):
             try:

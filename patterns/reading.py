@@ -102,15 +102,17 @@ def transferred(reading: Reading, to: Mapping[fx.Node, fx.Node]) -> Reading:
     )
 
 
-def roots(graph: fx.Graph, effects: Effects, taken: Container[fx.Node]) -> Iterator[fx.Node]:
+def roots(effects: Effects, taken: Container[fx.Node]) -> Iterator[fx.Node]:
     """Nodes at which a rotation may end, last first: sums of products, and the last write of memory filled piece by
     piece. Those in `taken`, which may grow on the way, are left out.
     """
-    for node in reversed(graph.nodes):
-        if node.op not in ("call_function", "call_method") or node in taken:
+    sums = frozenset(effects.doing(_SUMS))
+    writers = frozenset(node for node in effects.writers if node.op != "call_module")
+    for node in sorted(sums | writers, key=effects.order.__getitem__, reverse=True):
+        if node in taken:
             continue
-        if (operation(node) in _SUMS and _is_features(fake_tensor(node)) and _mixes(node)) or (
-            written_arguments(node) and _ends_filling(node, effects)
+        if (node in sums and _is_features(fake_tensor(node)) and _mixes(node)) or (
+            node in writers and _ends_filling(node, effects)
         ):
             yield node
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.region import downstream, modelled
 from fusion_pass.graph.site import Refusal, Site
 from fusion_pass.graph.vocabulary import fake_tensor, layer_of, operation
@@ -42,12 +43,12 @@ class _Norm:
     uses: tuple[Use, ...]
 
 
-def unrotated(graph: fx.Graph, places: Sequence[Site | Refusal]) -> list[Site | Refusal]:
+def unrotated(effects: Effects, places: Sequence[Site | Refusal]) -> list[Site | Refusal]:
     """`places` with a note on the sites beside such norms, and a refusal for every attention whose q and k
     are normalised and never rotated.
     """
     inside = {node for place in places if isinstance(place, Site) for node in place.region}
-    norms = list(_norms(graph, inside))
+    norms = list(_norms(effects, inside))
     reached = frozenset[fx.Node]().union(*(norm.reached for norm in norms))
     attentions = {use.attention for norm in norms for use in norm.uses}
     noted, served_ones = [], set[fx.Node]()
@@ -62,9 +63,9 @@ def unrotated(graph: fx.Graph, places: Sequence[Site | Refusal]) -> list[Site | 
     return [*noted, *(refusal for refusal in _refusals(norms, served_ones) if refusal.layer not in refused)]
 
 
-def _norms(graph: fx.Graph, inside: Collection[fx.Node]) -> Iterator[_Norm]:
-    for node in graph.nodes:
-        if operation(node) in _NORMS and node not in inside:
+def _norms(effects: Effects, inside: Collection[fx.Node]) -> Iterator[_Norm]:
+    for node in effects.doing(_NORMS):
+        if node not in inside:
             found = downstream(node, 64, lambda n: _followed(n) and n not in inside)
             yield _Norm(node, frozenset(filter(_followed, found)), tuple(filter(_of_heads, uses(node, found))))
 

@@ -7,14 +7,14 @@ alike.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 
 from torch import fx
 
-from .vocabulary import fake_tensor, written_arguments
+from .vocabulary import fake_tensor, operation, written_arguments
 
 _shared: ContextVar[dict[fx.Graph, Effects] | None] = ContextVar("shared effects", default=None)
 
@@ -49,9 +49,14 @@ class Effects:
         self._writes: dict[int, list[fx.Node]] = {}
         self._writes_at: dict[int, list[int]] = {}
         self._last = -1
+        self.writers: list[fx.Node] = []
+        """Nodes that may write to memory, in order."""
         for position, node in enumerate(graph.nodes):
             self.order[node] = position
-            for target in written_arguments(node):
+            written = written_arguments(node)
+            if written:
+                self.writers.append(node)
+            for target in written:
                 key = self.storage(target)
                 if key is not None and (not self._writes.get(key) or self._writes[key][-1] is not node):
                     self._writes.setdefault(key, []).append(node)
@@ -66,6 +71,18 @@ class Effects:
     def any_writes_behind(self, node: fx.Node) -> bool:
         """Whether any memory is written behind `node`."""
         return self._last > self.order[node]
+
+    def doing(self, operations: Iterable[str]) -> list[fx.Node]:
+        """The nodes that do one of `operations` (canonical names), in order."""
+        found = [node for name in operations for node in self._by_operation.get(name, ())]
+        return sorted(found, key=self.order.__getitem__)
+
+    @cached_property
+    def _by_operation(self) -> dict[str, list[fx.Node]]:
+        found: dict[str, list[fx.Node]] = {}
+        for node in self.order:
+            found.setdefault(operation(node), []).append(node)
+        return found
 
     @cached_property
     def origin(self) -> dict[int, fx.Node]:
