@@ -167,6 +167,9 @@ DYNAMIC_INFERENCE = (
 )
 """One model of each form. In the others this graph is that of dynamic training, which alone has gradients."""
 
+COSTLY = ("mochi", "qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision")
+"""Dynamic training of these is many graphs: left to `make test-exhaustive`."""
+
 ALL = [Combination(*row) for row in product((False, True), (True, False), (torch.float32, torch.bfloat16))]
 
 
@@ -183,7 +186,7 @@ def expected(name: str, how: Combination) -> Found:
 def cases() -> list[Any]:
     found = []
     for name, how in product(zoo.names(), ALL):
-        without_need = how.dynamic and (name == "mochi" if how.training else name not in DYNAMIC_INFERENCE)
+        without_need = how.dynamic and (name in COSTLY if how.training else name not in DYNAMIC_INFERENCE)
         left_out = how not in IN_MAKE_TEST or without_need
         found.append(pytest.param(name, how, id=f"{name}-{how}", marks=pytest.mark.exhaustive if left_out else ()))
     return found
