@@ -6,7 +6,7 @@
 
 `ours` is `backend="hopper"`. Baselines: PyTorch's default (FlashAttention-2), cuDNN, our portable Triton kernels,
 FlexAttention (compiled; windows and documents), and FlashAttention-4 where `flash-attn-4` is installed
-(`pip install flash-attn-4`).
+(`pip install flash-attn-4`; with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 its kernels are compiled side by side first).
 
 TFLOP/s count 4 B H Sq Sk D for the forward (D the mean of q's and v's) and 2.5 times that for the backward, of the
 pairs that are seen, whatever a kernel really computes; the backward includes every kernel of it. Every implementation
@@ -300,7 +300,7 @@ def _once(shape: Shape) -> None:
     """Run what is compiled once, so that the caches on disk have it."""
     q, k, v, grad = tensors(shape)
     for name, call in implementations(shape, q, k, v).items():
-        if name.startswith("our") or name == "flex":
+        if name.startswith("our") or name in ("flex", "flash-attn-4"):
             with contextlib.suppress(Exception):  # shows again when it is measured
                 torch.autograd.grad(call(), (q, k, v), grad)
 
