@@ -181,7 +181,11 @@ def _attempt(root: Evaluator, root_node: fx.Node, start: fx.Node, ends: Sequence
 
 
 def _ends(effects: Effects, root: fx.Node) -> list[fx.Node]:
-    """`root` and the movements and casts that alone read it, nearest first."""
+    """`root` and the movements and casts that alone read it, nearest first.
+
+    Up to a cast that widens: who computes in a wider dtype from here on (GPT-J its scores) reads rounded values, and an
+    attention takes them as they are.
+    """
     chain = [root]
     if written_arguments(root):
         origin = effects.origin[effects.storage(written_arguments(root)[0])]  # type: ignore[index]
@@ -196,10 +200,21 @@ def _ends(effects: Effects, root: fx.Node) -> list[fx.Node]:
             or operation(users[0]) not in _FOLLOWED
             or not users[0].args
             or users[0].args[0] is not chain[-1]
+            or _widens(users[0], chain[-1])
         ):
             break
         chain.append(users[0])
     return [node for node in chain if fake_tensor(node) is not None]
+
+
+def _widens(cast: fx.Node, read: fx.Node) -> bool:
+    wide, narrow = fake_tensor(cast), fake_tensor(read)
+    return (
+        wide is not None
+        and narrow is not None
+        and wide.dtype != narrow.dtype
+        and torch.promote_types(wide.dtype, narrow.dtype) == wide.dtype
+    )
 
 
 def _starts(effects: Effects, end: fx.Node) -> Iterator[fx.Node]:

@@ -72,7 +72,8 @@ BOTH = {"qk_norm_rope": 2, "attention": 2}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "attention"), [("qwen3", "sdpa"), ("qwen3", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager")]
+    ("name", "attention"),
+    [("qwen3", "sdpa"), ("qwen3", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager"), ("gptj", "eager")],
 )
 def test_training_step(name: str, attention: str, dtype: torch.dtype) -> None:
     check_step(name, attention, dtype, BOTH)
@@ -111,3 +112,29 @@ def test_two_documents_in_one_row_are_two_documents() -> None:
     for name, truth in expected.items():
         # transformers rounds norms, rotary tables and softmax to float32 in a float64 model
         assert (ours[name] - truth).norm() <= 1e-5 * truth.norm() + 1e-12, name
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@torch.fx.experimental._config.patch(use_duck_shape=False)  # as in a graph after a break: each input its own symbols
+def test_numbers_of_keys_and_values_that_are_different_symbols() -> None:
+    torch._dynamo.reset()
+    found = Compiled(_sdpa, dynamic=True)  # type: ignore[arg-type]
+    for length in (7, 9):
+        q, k, v = (torch.randn(1, 2, tokens, 8) for tokens in (5, length, length))
+        torch.testing.assert_close(found.model(q, k, v), _sdpa(q, k, v))
+    assert found.counts() == {"attention": 1}
+
+
+@torch.fx.experimental._config.patch(use_duck_shape=False)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_more_keys_than_values(dynamic: bool) -> None:
+    """PyTorch does not check: it reads past the end of one of them. Left alone, and said."""
+    torch._dynamo.reset()
+    found = Compiled(_sdpa, dynamic=dynamic)  # type: ignore[arg-type]
+    found.model(*(torch.randn(1, 2, tokens, 8) for tokens in (5, 7, 6)))
+    (site,) = found.backend.reports[-1].sites
+    assert site.status == "skipped"
+    assert "7 keys and 6 values" in site.reason or "only head_dim may differ" in site.reason
