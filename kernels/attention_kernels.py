@@ -49,19 +49,6 @@ def _triton_supports(request: Request) -> str | None:
     return None
 
 
-def _triton_gate(request: Request) -> str | None:
-    """Triton 3.6 did not compile this combination until the arguments were arranged otherwise
-    (`attention_common.Sight`); the kernels of all others are the ones that passed on a card, to the instruction."""
-    options = request.options
-    right = options.get("causal", "none") != "none" or options.get("window_right", -1) != -1
-    both = right and options.get("window_left", -1) != -1
-    if request.device.type == "cuda" and "mask" in request.dtypes and both:
-        return (
-            "a mask beside a window has been checked in the interpreter only; name it (kernels=('triton',)) to use it."
-        )
-    return None
-
-
 def _sdpa_available() -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA GPU."
@@ -138,7 +125,6 @@ KERNELS = (
         load=lambda: importlib.import_module(f"{__package__}.triton.attention"),
         available=_triton_available,
         supports=_triton_supports,
-        gate=_triton_gate,
     ),
     Kernel(
         name="reference",
