@@ -374,15 +374,6 @@ def test_sdpa_is_refused_where_it_would_compute_something_else(request_: registr
     assert reason in (sdpa.supports(request_) or "")
 
 
-def test_a_mask_beside_a_window_is_left_to_others_until_it_was_checked() -> None:
-    triton = next(kernel for kernel in registry.kernels("attention") if kernel.name == "triton")
-    reason = triton.gate(request_of(tensors=("mask",), causal="top_left", window_left=5))
-    assert reason is not None
-    assert "in the interpreter only" in reason
-    assert triton.gate(request_of(tensors=("mask",), causal="top_left")) is None
-    assert triton.gate(request_of(causal="top_left", window_left=5)) is None
-
-
 def test_sdpa_supports_plain_and_causal_attention() -> None:
     sdpa = next(kernel for kernel in registry.kernels("attention") if kernel.name == "sdpa")
     for causal in ("none", "top_left", "bottom_right"):
