@@ -134,11 +134,33 @@ class Problem:
         return self.q.new_empty((batch, heads, rows), dtype=arithmetic_dtype(self.q.dtype))
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Gradients as the main kernel of a backward leaves them, for an operator that has more to do with them than to
+    round them (`block.py`)."""
+
+    dq: Tensor
+    """`[B, Sq, Hq, D]` float32, still to be multiplied by `dq_scale`."""
+    dq_scale: float
+    dk: Tensor
+    """`[B, Sk, Hkv * parts, D]` in k's dtype: the gradient of a key head is the sum of its parts, which are
+    neighbours."""
+    dv: Tensor
+    """Likewise, in v's dtype."""
+    parts: int
+    sinks: Tensor | None
+    """`[Hq]`, finished."""
+
+
 class AttentionBackend(Protocol):
     """An implementation of `attention`, as the registry loads it. Modules satisfy it.
 
     The forward and the backward of one call may come from two back ends: nothing but `out` and `lse` passes between
     them.
+
+    One function more is optional: `unfinished_backward(problem, grad_out, grad_lse, out, lse, dv, needs_sinks)` returns
+    an `Unfinished`, or None where `backward` has nothing to leave out; its dv is the tensor given, if it could be
+    written as it is.
     """
 
     def forward(self, problem: Problem, order: str) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import attention_ops, registry
-from .attention_problem import Problem
+from .attention_problem import Problem, Unfinished
 from .ops import NAMESPACE, split_packed
 from .options import (
     OUT_ORDERS,
@@ -49,6 +49,7 @@ TENSORS = (*_INPUTS, *_NORM_ROPE, *_CONDITIONS)
 DIFFERENTIABLE = (*_INPUTS, "cos", "sin", "q_weight", "k_weight", "q_bias", "k_bias", "sinks")
 """The order of `output_mask` and of the gradients."""
 
+_PARAMETERS = ("cos", "sin", "q_weight", "k_weight", "q_bias", "k_bias")
 _PACKING_OPTIONS = ("num_heads", "num_kv_heads", "head_dim", "packing")
 _NORM_ROPE_OPTIONS = (
     "norm", "eps", "norm_scope", "norm_first", "rotary_dim", "rotary_start", "pairing", "conjugate", "mrope_layout",
@@ -186,22 +187,58 @@ class _Call:
         """The gradients that are needed, in the order of `DIFFERENTIABLE`."""
         results = self.empty_gradients(needs)
         dq, dk, dv = self._gradient_parts(results)
-        q, k = self.rotated()
-        turned_q = dq is not None or any(needs[name] for name in ("cos", "sin", "q_weight", "q_bias"))
-        turned_k = dk is not None or any(needs[name] for name in ("cos", "sin", "k_weight", "k_bias"))
-        kernel = self.attention_backend("attention_backward", q, k, grad_lse)
-        # dq' and dk' always together: norm + rotation is one launch for both.
-        wanted = (turned_q or turned_k, turned_q or turned_k, dv is not None, needs["sinks"])
-        grad_q, grad_k, grad_v, grad_sinks = kernel.backward(
-            self.problem(q, k), grad_out, grad_lse, out, lse, wanted, (None, None, dv)
-        )
-        assert grad_v is dv
-        del q, k
+        found = self._attention_backward(grad_out, grad_lse, out, lse, needs, (dq, dk, dv))
+        if isinstance(found, Unfinished):
+            from .triton import block_end
+
+            streams = self._grad_streams(needs, (found.dq, dq), (found.dk, dk))
+            gradients = block_end.finish(found, streams, dv, self.tables, self.norm_rope)
+            results.update(self._parameters(gradients))
+            grad_sinks = found.sinks
+        else:
+            grad_q, grad_k, grad_v, grad_sinks = found
+            assert grad_v is dv
+            if grad_q is not None and grad_k is not None:
+                self._turn_back(results, needs, (grad_q, dq), (grad_k, dk))
         if grad_sinks is not None:
             results["sinks"] = grad_sinks
-        if grad_q is not None and grad_k is not None:
-            self._turn_back(results, needs, (grad_q, dq), (grad_k, dk))
         return [results[name] for name in DIFFERENTIABLE if needs[name]]
+
+    def _attention_backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        needs: Mapping[str, bool],
+        gradients: tuple[Tensor | None, ...],
+    ) -> Unfinished | tuple[Tensor | None, ...]:
+        """The gradients of q', k', v and the sinks; unfinished where one launch can finish them and turn them back."""
+        q, k = self.rotated()
+        problem = self.problem(q, k)
+        kernel = self.attention_backend("attention_backward", q, k, grad_lse)
+        if self._why_apart(kernel, needs) is None:
+            unfinished = kernel.unfinished_backward(problem, grad_out, grad_lse, out, lse, gradients[2], needs["sinks"])
+            if unfinished is not None:
+                return cast(Unfinished, unfinished)
+        # dq' and dk' always together: norm + rotation is one launch for both.
+        turned = any(x is not None for x in gradients[:2]) or any(needs[name] for name in _PARAMETERS)
+        wanted = (turned, turned, gradients[2] is not None, needs["sinks"])
+        return cast(
+            tuple[Tensor | None, ...],
+            kernel.backward(problem, grad_out, grad_lse, out, lse, wanted, (None, None, gradients[2])),
+        )
+
+    def _why_apart(self, kernel: Any, needs: Mapping[str, bool]) -> str | None:
+        """Why the backward of attention and that of norm + rotation are kernels of their own; None if one launch ends
+        both (`triton/block_end.py`)."""
+        if not hasattr(kernel, "unfinished_backward"):
+            return f"{kernel.__name__} writes dq and dk as they are in the end."
+        if self.backends[0] not in ("auto", "triton"):
+            return f"norm and rotation are those of {self.backends[0]}; the end of both is a Triton kernel."
+        from .triton import block_end
+
+        return block_end.refuses(needs, self.given, self.norm_rope)
 
     def _turn_back(
         self,
@@ -211,14 +248,22 @@ class _Call:
         k: tuple[Tensor, Tensor | None],
     ) -> None:
         """dq' and dk' become dq and dk, and the gradients of weights, biases and tables are put into `results`."""
-        needs_tables = needs["cos"] or needs["sin"]
-        reads_inputs = self.norm_rope.norm != "none" or needs_tables
         if not q[0].numel():
             for name in DIFFERENTIABLE:
                 if needs[name] and name in results:
                     results[name].zero_()
             return
-        streams = tuple(
+        backend = self._norm_rope_backend(training=True)
+        streams = self._grad_streams(needs, q, k)
+        gradients = backend.backward(streams, self.tables, self.norm_rope, None, needs["cos"] or needs["sin"])
+        results.update(self._parameters(gradients))
+
+    def _grad_streams(
+        self, needs: Mapping[str, bool], q: tuple[Tensor, Tensor | None], k: tuple[Tensor, Tensor | None]
+    ) -> tuple[GradStream, ...]:
+        """The work of the norm's and rotation's backward; of q and k each the gradient and where its result goes."""
+        reads_inputs = self.norm_rope.norm != "none" or needs["cos"] or needs["sin"]
+        return tuple(
             GradStream(
                 grad if grad.stride(-1) == 1 else grad.contiguous(),
                 x if reads_inputs else None,
@@ -230,9 +275,6 @@ class _Call:
             )
             for name, x, (grad, dx) in (("q", self.q, q), ("k", self.k, k))
         )
-        backend = self._norm_rope_backend(training=True)
-        gradients = backend.backward(streams, self.tables, self.norm_rope, None, needs_tables)
-        results.update(self._parameters(gradients))
 
     def _parameters(self, gradients: Gradients) -> dict[str, Tensor]:
         found: dict[str, Tensor | None] = {}

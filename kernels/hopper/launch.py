@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..attention_problem import Problem
+from ..attention_problem import Problem, Unfinished
 from ..attention_reference import sinks_gradient
 from .descriptors import fits, readable
-from .plans import Call, NarrowPlan, backward_plan, forward_plan, parts_of
+from .plans import Call, NarrowPlan, WidePlan, backward_plan, forward_plan, parts_of
 from .rows import Rows, rows_of_backward, rows_of_forward
 from .templates import AnyTemplate
 
@@ -54,7 +54,7 @@ def backward(
     needs: Sequence[bool],
     into: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and the sinks: a kernel that prepares, and the main ones."""
+    """The gradients of q, k, v and the sinks: a kernel that prepares, the main ones, and one that rounds dQ."""
     gradients = problem.gradients((True, True, True), into)
     dq, dk, dv = (x for x in gradients if x is not None)
     sinks = problem.sinks
@@ -64,16 +64,73 @@ def backward(
         delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse  # without keys lse is the sink itself
         return _needed((dq, dk, dv, None if sinks is None else sinks_gradient(sinks, lse, delta)), needs)
     problem = _readable(problem)
-    q = problem.q
-    batch, seq_q, heads, _ = q.shape
     call = Call.of(problem)
     parts = parts_of(call)
-    written = [_writable(dq), _writable(dk, parts), _writable(dv, parts)]
+    written = _writable(dq), _writable(dk, parts), _writable(dv, parts)
+    plan, accumulator, delta_rows = _main(problem, call, grad_out, grad_lse, out, lse, needs, *written)
+    if isinstance(plan, NarrowPlan) and needs[0]:
+        assert accumulator is not None
+        plan.after.on((accumulator, written[0]))
+    for given, result in zip((dq, dk, dv), written, strict=True):
+        if result.shape != given.shape:
+            torch.sum(result.unflatten(2, (-1, parts)), 3, out=given)
+        elif given is not result:
+            given.copy_(result)
+    dsinks = _sinks_gradient(sinks, lse, delta_rows) if needs[3] else None
+    return _needed((dq, dk, dv, dsinks), needs)
+
+
+def unfinished_backward(
+    problem: Problem,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dv: Tensor | None,
+    needs_sinks: bool,
+) -> Unfinished | None:
+    """See `Unfinished`; dV is written to `dv` where it can be. None for the head dimensions and sizes whose kernels
+    leave nothing to finish."""
+    if lse.numel() == 0 or problem.k.numel() == 0 or max(problem.q.shape[3], problem.v.shape[3]) > 128:
+        return None
+    problem = _readable(problem)
+    call = Call.of(problem)
+    parts = parts_of(call)
+    k, v = problem.k, problem.v
+    dk_to, dv_to = (x.new_empty((*x.shape[:2], x.shape[2] * parts, x.shape[3])) for x in (k, v))
+    if dv is not None and parts == 1 and fits(dv):
+        dv_to = dv
+    _, accumulator, delta_rows = _main(
+        problem, call, grad_out, grad_lse, out, lse, (True, True, True, needs_sinks), None, dk_to, dv_to
+    )
+    assert accumulator is not None
+    dsinks = _sinks_gradient(problem.sinks, lse, delta_rows) if needs_sinks else None
+    return Unfinished(accumulator.transpose(1, 2), problem.scale, dk_to, dv_to, parts, dsinks)
+
+
+def _main(
+    problem: Problem,
+    call: Call,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needs: Sequence[bool],
+    dq_to: Tensor | None,
+    dk_to: Tensor,
+    dv_to: Tensor,
+) -> tuple[NarrowPlan | WidePlan, Tensor | None, Tensor]:
+    """All but the last kernel: the plan, the float32 sums of dQ `[B, Hq, Sq, D]` (None above head_dim 128, where
+    `dq_to` is written) and delta by padded rows."""
+    q = problem.q
+    batch, seq_q, heads, _ = q.shape
     do = grad_out
     if not fits(grad_out):  # the expanded gradient of a sum, for one
         do = q.new_empty((batch, heads, seq_q, problem.v.shape[3])).transpose(1, 2)
-    shaped = ((x.shape, x.stride()) for x in (out, grad_out, do, *written))
-    plan = backward_plan(call, *shaped, grad_lse=grad_lse is not None)
+    dq = call.q if dq_to is None else (dq_to.shape, dq_to.stride())
+    shaped = ((x.shape, x.stride()) for x in (dk_to, dv_to))
+    first = ((x.shape, x.stride()) for x in (out, grad_out, do))
+    plan = backward_plan(call, *first, dq, *shaped, grad_lse=grad_lse is not None)
     lse_rows, delta_rows = q.new_empty((2, batch, heads, plan.padded_rows), dtype=torch.float32).unbind()
     accumulator = turns = None
     if isinstance(plan, NarrowPlan):
@@ -86,7 +143,6 @@ def backward(
             lse_rows if accumulator is None else accumulator, lse_rows if turns is None else turns,
         )
     )  # fmt: skip
-    dq_to, dk_to, dv_to = written
     inputs = [x.data_ptr() for x in (q, problem.k, problem.v, do)]
     row_values = lse_rows.data_ptr(), delta_rows.data_ptr()
     results = dk_to.data_ptr(), dv_to.data_ptr()
@@ -96,23 +152,21 @@ def backward(
         order = _address(None if rows is None else rows.order)
         mapped = *inputs, accumulator.data_ptr(), *results, *row_values
         plan.main((*mapped, *_addresses(rows), order, _address(turns)))
-        if needs[0]:
-            plan.after.on((accumulator, dq_to))
-    else:
-        of_queries, of_keys = plan.templates
-        if needs[0]:
-            rows = _rows(problem, of_queries, forward=True)
-            plan.queries((*inputs, dq_to.data_ptr(), *row_values, *_addresses(rows)))
-        if needs[1] or needs[2]:
-            rows = _rows(problem, of_keys, forward=False)
-            plan.keys((*inputs, *results, *row_values, *_addresses(rows)))
-    for given, result in zip((dq, dk, dv), written, strict=True):
-        if result.shape != given.shape:
-            torch.sum(result.unflatten(2, (-1, parts)), 3, out=given)
-        elif given is not result:
-            given.copy_(result)
-    dsinks = sinks_gradient(sinks, lse, delta_rows[:, :, :seq_q]) if sinks is not None and needs[3] else None
-    return _needed((dq, dk, dv, dsinks), needs)
+        return plan, accumulator, delta_rows
+    of_queries, of_keys = plan.templates
+    if needs[0]:
+        assert dq_to is not None
+        rows = _rows(problem, of_queries, forward=True)
+        plan.queries((*inputs, dq_to.data_ptr(), *row_values, *_addresses(rows)))
+    if needs[1] or needs[2]:
+        rows = _rows(problem, of_keys, forward=False)
+        plan.keys((*inputs, *results, *row_values, *_addresses(rows)))
+    return plan, None, delta_rows
+
+
+def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta_rows: Tensor) -> Tensor | None:
+    """`delta_rows`: padded to whole tiles."""
+    return None if sinks is None else sinks_gradient(sinks, lse, delta_rows[:, :, : lse.shape[2]])
 
 
 def _rows(problem: Problem, template: AnyTemplate, *, forward: bool) -> Rows | None:

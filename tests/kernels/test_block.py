@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_pass.kernels import block, norm_rope_attention, registry
+from fusion_pass.kernels import attention_reference, block, norm_rope_attention, registry
+from fusion_pass.kernels.attention_problem import Problem, Unfinished
 
 BF16 = torch.bfloat16
 
@@ -52,6 +53,8 @@ class Setting:
     sinks: Tensor | None
     conditions: dict[str, Any]
     grad: Tensor
+    fixed_tables: bool = False
+    """cos and sin take no gradient, as in every model."""
 
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype, device: torch.device, heads: int = 4) -> Setting:
@@ -78,8 +81,11 @@ class Setting:
     def leaves(self, dtype: torch.dtype) -> tuple[norm_rope_cases.Inputs, Tensor | None, Tensor | None, list[Tensor]]:
         device = str(self.grad.device)
         inputs = self.inputs.to(dtype, device)
+        for table in (inputs.cos, inputs.sin):
+            if table is not None and self.fixed_tables:
+                table.requires_grad_(False)
         v, sinks = (None if x is None else x.detach().to(dtype).requires_grad_() for x in (self.v, self.sinks))
-        return inputs, v, sinks, [*inputs.differentiable(), *(x for x in (v, sinks) if x is not None)]
+        return inputs, v, sinks, [x for x in (*inputs.differentiable(), v, sinks) if x is not None and x.requires_grad]
 
     def eager(self, dtype: torch.dtype) -> list[Tensor]:
         inputs, v, sinks, leaves = self.leaves(dtype)
@@ -104,10 +110,11 @@ class Setting:
         return {**named, **case.all_options, **self.conditions}
 
 
-def check(case: Case, dtype: torch.dtype, device: torch.device, backend: str) -> None:
+def check(case: Case, dtype: torch.dtype, device: torch.device, backend: str, fixed_tables: bool = False) -> None:
     """Each result's error at most eager's, up to how roundings fall (`attention_oracle.SLACK` says why float32 has more
     of them), plus a few roundings."""
     setting = Setting.of(case, dtype, device)
+    setting.fixed_tables = fixed_tables
     with attention_oracle.poisoned_memory():
         ours = setting.operator(dtype, backend)
     eps = torch.finfo(dtype).eps
@@ -131,6 +138,43 @@ def test_reference(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_packed", "grouped", "olmo2_packed", "mask_of_data"])
 def test_triton_interpreted(name: str) -> None:
     check(CASES[name], torch.float32, torch.device("cpu"), "triton")
+
+
+def in_parts(grad: Tensor, parts: int) -> Tensor:
+    """A gradient [B, S, H, D] as the sum of `parts` that are neighbours, unequal."""
+    shares = torch.arange(1, parts + 1, device=grad.device) * (2 / (parts * (parts + 1)))
+    return (grad.unsqueeze(3) * shares[:, None]).flatten(2, 3)
+
+
+def unfinished_reference(parts: int) -> Any:
+    """`AttentionBackend.unfinished_backward` by the reference, with `parts` of dK and dV."""
+
+    def unfinished_backward(
+        problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, dv: Any, sinks: bool
+    ) -> Unfinished:
+        needs = (True, True, True, sinks)
+        dq, dk, own_dv, dsinks = attention_reference.backward(problem, grad_out, grad_lse, out, lse, needs)
+        dq = (dq / problem.scale).transpose(1, 2).contiguous().transpose(1, 2)
+        if parts == 1 and dv is not None:
+            own_dv = dv.copy_(own_dv)
+        return Unfinished(dq, problem.scale, in_parts(dk, parts), in_parts(own_dv, parts), parts, dsinks)
+
+    return unfinished_backward
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are tested on it")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_packed", "grouped", "gemma3", "gemma2_packed", "qwen3_vl", "gpt_oss"])
+def test_one_launch_ends_the_backward(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused end in Triton's interpreter, behind the reference's attention."""
+    from fusion_pass.kernels.triton import block_end
+
+    ends = []
+    finish = block_end.finish
+    monkeypatch.setattr(attention_reference, "unfinished_backward", unfinished_reference(parts), raising=False)
+    monkeypatch.setattr(block_end, "finish", lambda *args: ends.append(args) or finish(*args))
+    check(CASES[name], torch.float32, torch.device("cpu"), "triton+reference", fixed_tables=True)
+    assert len(ends) == 1
 
 
 @pytest.mark.gpu
