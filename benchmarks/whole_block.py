@@ -1,23 +1,28 @@
 """Norm + rotation + attention of one layer as one operator and as two: `python -m benchmarks.whole_block`.
 
-A training step (forward and backward, bf16, causal) of `norm_rope_attention` against `qk_norm_rope` (from a packed
-projection `qkv_norm_rope`) followed by `attention`, with the kernels that are chosen by themselves; and what the
-forward keeps for the backward beside its inputs. Qwen3-8B: 32 query and 8 key heads of 128; Qwen2-VL-2B: 12 and 2; and
-32 heads without grouping. Needs a GPU.
+A training step (forward and backward, bf16, causal) of `norm_rope_attention`, with its backward ended by one launch
+and by the kernels of its parts, against `qk_norm_rope` (from a packed projection `qkv_norm_rope`) followed by
+`attention`, with the kernels that are chosen by themselves; and what the forward keeps for the backward beside its
+inputs. Each is a CUDA graph, and the three are replayed in turn. Qwen3-8B: 32 query and 8 key heads of 128;
+Qwen2-VL-2B: 12 and 2; and 32 heads without grouping. Needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import RESULTS, Row, graph_time, side_stream, write_results
+from benchmarks.timing import RESULTS, Row, Time, side_stream, write_results
 from fusion_pass.kernels import attention, norm_rope_attention, qk_norm_rope, qkv_norm_rope
+from fusion_pass.kernels.triton import block_end
 
 HEAD_DIM = 128
 HEADS = ((32, 8), (12, 2), (32, 32))
@@ -85,6 +90,39 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
     return kept
 
 
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of one call."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        call()
+    return graph
+
+
+def interleaved(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, Time]:
+    """Each graph is replayed once a round."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for graph in graphs.values():
+        graph.replay()
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1e3)
+    quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
+    return {name: Time(statistics.median(times[name]), q[2] - q[0]) for name, q in quartiles.items()}
+
+
+def ends_apart() -> AbstractContextManager[object]:
+    """The backward of the joined operator ends with the kernels of its parts."""
+    return mock.patch.object(block_end, "refuses", return_value="the kernels of the parts are measured.")
+
+
 def benchmark(batch: int, tokens: int, heads: int, kv_heads: int, packed: bool) -> Row:
     layer = Layer.of(batch, tokens, heads, kv_heads, packed)
     for ours, theirs in zip(layer.step(layer.joined), layer.step(layer.apart), strict=True):
@@ -92,16 +130,19 @@ def benchmark(batch: int, tokens: int, heads: int, kv_heads: int, packed: bool) 
         assert difference < 1e-2, difference
     case = f"{heads}+{kv_heads} heads{', packed' if packed else ''}, {batch} x {tokens}"
     kept = {name: kept_bytes(forward) for name, forward in (("joined", layer.joined), ("apart", layer.apart))}
-    joined, apart = (graph_time([lambda f=f: layer.step(f)]) for f in (layer.joined, layer.apart))
-    print(
-        f"{case}: joined {joined.median:.0f} us, apart {apart.median:.0f} us ({apart.median / joined.median:.3f}x); "
-        f"kept {kept['joined'] / 2**20:.0f} and {kept['apart'] / 2**20:.0f} MiB",
-        flush=True,
-    )
-    baselines = {"apart": round(apart.median, 1)}
+    graphs = {"joined": captured(lambda: layer.step(layer.joined)), "apart": captured(lambda: layer.step(layer.apart))}
+    with ends_apart():
+        graphs["joined, ends apart"] = captured(lambda: layer.step(layer.joined))
+    times = interleaved(graphs, rounds=15)
+    joined = times.pop("joined")
+    print(f"{case}: joined {joined.median:.0f} us", *(f"{n} {t.median:.0f} us" for n, t in times.items()), sep=", ")
+    print(f"    kept {kept['joined'] / 2**20:.0f} MiB, apart {kept['apart'] / 2**20:.0f}", flush=True)
+    baselines = {name: round(time.median, 1) for name, time in times.items()}
     baselines |= {f"MiB kept, {name}": round(size / 2**20, 1) for name, size in kept.items()}
-    spread, spreads = round(joined.spread, 1), {"apart": round(apart.spread, 1)}
-    return Row(case, "step", "us", round(joined.median, 1), baselines, spread, baseline_spreads=spreads)
+    spreads = {name: round(time.spread, 1) for name, time in times.items()}
+    return Row(
+        case, "step", "us", round(joined.median, 1), baselines, round(joined.spread, 1), baseline_spreads=spreads
+    )
 
 
 def main() -> None:
