@@ -14,6 +14,7 @@ from functools import cached_property
 
 from torch import fx
 
+from .forms import Forms
 from .vocabulary import fake_tensor, operation, written_arguments
 
 _shared: ContextVar[dict[fx.Graph, Effects] | None] = ContextVar("shared effects", default=None)
@@ -49,6 +50,8 @@ class Effects:
         self._writes: dict[int, list[fx.Node]] = {}
         self._writes_at: dict[int, list[int]] = {}
         self._last = -1
+        self.written_form = Forms()
+        """How a node is written."""
         self.writers: list[fx.Node] = []
         """Nodes that may write to memory, in order."""
         for position, node in enumerate(graph.nodes):

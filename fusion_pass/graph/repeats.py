@@ -5,9 +5,9 @@ and downwards through what reads it. There is no wrong hit: either every node ha
 operation, literals, shape, strides, dtype, writes and order, or the places are different. Nodes that both places share
 (the rotary tables of the model) are their own counterparts and are not followed further.
 
-What a node is, apart from which nodes it reads, is its `Form`. Forms are looked up once for each node and numbered,
-so that comparing two nodes is comparing two numbers. The shape, strides and dtype of what is followed need no look:
-they follow from the operation, its literals and the same of its inputs, unless autocast changes in the graph.
+What a node is, apart from which nodes it reads, is its form (`forms.py`), a number. The shape, strides and dtype of
+what is followed need no look: they follow from the operation, its literals and the same of its inputs, unless autocast
+changes in the graph.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from .effects import Effects
+from .forms import Form
 from .region import downstream, modelled
 from .vocabulary import fake, size
 
@@ -30,13 +31,7 @@ Mapping = dict[fx.Node, fx.Node]
 _ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 
 _READERS = 40
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-"""Types of most literals, which are compared by their values. Others are the same only as one object."""
-
-
-Form = tuple[int, tuple[fx.Node, ...]]
-"""What a node is: a number, equal for two nodes that differ in their inputs at most, and the inputs in order of
-appearance (none when the node is not followed)."""
+_CALLS = ("call_function", "call_method")
 
 
 @dataclass(frozen=True)
@@ -57,6 +52,7 @@ class Repeats(Generic[T]):
         self._followed = followed
         self._modes_change = bool(effects.graph.find_nodes(op="call_function", target=_ENTER_AUTOCAST))
         self._forms: dict[fx.Node, Form] = {}
+        self._follows: dict[int, bool] = {}
         self._kinds: dict[object, int] = {}
         self._known: dict[object, list[_Place[T]]] = {}
 
@@ -77,19 +73,18 @@ class Repeats(Generic[T]):
         self._known.setdefault(self._key(root), []).append(place)
 
     def form(self, node: fx.Node) -> Form:
-        """The form of `node`."""
+        """The form of `node`; what is not followed has its facts in the place of arguments and inputs."""
         form = self._forms.get(node)
         if form is None:
-            inputs: list[fx.Node] = []
-            followed = self._followed(node)
-            key = (
-                node.op,
-                node.target if node.op in ("call_function", "call_method") else None,
-                _skeleton(node.args, inputs) if followed else None,
-                _skeleton(node.kwargs, inputs) if followed and node.kwargs else None,
-                None if followed and not self._modes_change else facts(fake(node)),
-            )
-            form = self._forms[node] = (self._kinds.setdefault(key, len(self._kinds)), tuple(inputs))
+            form = self._effects.written_form(node)
+            follows = self._follows.get(form[0])
+            if follows is None:  # which holds for every node that is written like this one
+                follows = self._follows[form[0]] = self._followed(node)
+            if not follows or self._modes_change:
+                own = form[0] if follows else (node.op, node.target if node.op in _CALLS else None)
+                key = own, facts(fake(node))
+                form = -1 - self._kinds.setdefault(key, len(self._kinds)), form[1] if follows else ()
+            self._forms[node] = form
         return form
 
     def _key(self, root: fx.Node) -> object:
@@ -145,23 +140,6 @@ class Repeats(Generic[T]):
                 return False
             last = position
         return True
-
-
-def _skeleton(argument: Any, inputs: list[fx.Node]) -> object:
-    """`argument` as a value to compare, without its nodes, which are appended to `inputs`."""
-    kind = type(argument)
-    if kind in _PLAIN:
-        return kind, argument
-    if isinstance(argument, fx.Node):
-        inputs.append(argument)
-        return fx.Node
-    if isinstance(argument, tuple | list):
-        return list, *[_skeleton(item, inputs) for item in argument]
-    if isinstance(argument, dict):
-        return dict, *[(key, _skeleton(item, inputs)) for key, item in argument.items()]
-    if isinstance(argument, slice):
-        return slice, *[_skeleton(item, inputs) for item in (argument.start, argument.stop, argument.step)]
-    return kind, id(argument)
 
 
 def facts(value: Any) -> object:
