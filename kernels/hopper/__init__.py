@@ -60,12 +60,13 @@ def _supports(request: Request) -> str | None:
         if request.dtypes[name] not in (torch.bfloat16, torch.float16) or request.dtypes[name] != request.dtypes["q"]:
             return f"{name} is {request.dtypes[name]}; it takes bfloat16 or float16, the same for q, k and v."
     if "mask" in request.dtypes:
-        if request.dtypes["mask"] != torch.bool or any(size != 1 for size in request.shapes["mask"][-3:-1]):
-            return (
-                "mask is given; it takes boolean masks that are the same for every head and query, [B or 1, 1, 1, Sk]."
-            )
+        shape = request.shapes["mask"]
+        if request.dtypes["mask"] != torch.bool or any(size != 1 for size in shape[-3:-2]):
+            return "mask is given; it takes boolean masks that are the same for every head, [B or 1, 1, Sq or 1, Sk]."
         if "cu_seqlens_q" in request.dtypes:
             return "mask is given beside cu_seqlens_q; it takes one of them."
+        if "q_segment_ids" in request.dtypes and any(size != 1 for size in shape[-2:-1]):
+            return "a mask that differs from query to query is given beside segment ids; it takes one of them."
     scale = request.options.get("scale")
     if isinstance(scale, (int, float)) and scale <= 0:
         return f"scale is {scale}; it takes a positive scale."

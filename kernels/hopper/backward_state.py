@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .gluon_api import aggregate, partition_barrier
-from .scores import hide_other_segments
+from .scores import hide_by_bits, hide_other_segments
 
 DQ_FULL = gl.constexpr(4)
 """Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO
@@ -166,6 +166,10 @@ def hide(st, tile, p, T: gl.constexpr):
     columns = gl.arange(0, T.block_m, gl.SliceLayout(0, LAYOUT))
     keys = p.key0 + gl.arange(0, T.block_n, gl.SliceLayout(1, LAYOUT))
     row0 = tile * T.block_m
+    if T.bits:
+        b, kv = batch_and_head(p)
+        b = gl.where(rows_stride > 0, b, 0)
+        return hide_by_bits(st, p.labels, b, keys, seq_k, row0, seq_q)
     if T.by_rows:
         b, kv = batch_and_head(p)
         rows = row0 + columns
@@ -204,7 +208,12 @@ def earlier_blocks(tile, p, T: gl.constexpr):
     cannot deadlock."""
     band_low, band_high, rows_stride = p.band
     own = p.key0 // T.block_n
-    if T.by_rows:
+    if T.bits:
+        b, kv = batch_and_head(p)
+        shared = gl.where(rows_stride > 0, b, 0)
+        blocks = gl.num_programs(1)
+        return gl.load(p.order + (shared * gl.cdiv(p.sizes[2], T.block_m) + tile) * blocks + own)
+    elif T.by_rows:
         b, kv = batch_and_head(p)
         shared = gl.where(rows_stride > 0, b, 0)  # one row of `order` for all batches, or one each
         return own - gl.load(p.order + shared * gl.cdiv(p.sizes[2], T.block_m) + tile)

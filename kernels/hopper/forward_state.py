@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .gluon_api import aggregate
-from .scores import hide_other_segments, key_blocks, key_limits
+from .scores import hide_by_bits, hide_other_segments, key_blocks, key_limits
 
 FREE = gl.constexpr(5)
 """First named barrier: `stages` for "K block free", `stages` for "V block free", one per warpgroup for its turn
@@ -170,6 +170,8 @@ def limits(row0, head, p, T: gl.constexpr):
     band_low, band_high = p.band
     rows_stride, ranges_stride = p.rows_strides
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    if T.bits:
+        return rows, rows, row0, head
     offset = (head // heads) * rows_stride
     low, high = key_limits(rows, seq_k, band_low, band_high, p.row_low + offset, p.row_high + offset, T)
     return low, high, row0, head
@@ -180,6 +182,10 @@ def hide_keys(s, block, rows, p, T: gl.constexpr):
     """Set the scores of hidden keys to -inf: 64 rows (`limits`) against a block of keys."""
     LAYOUT: gl.constexpr = scores_layout(T)
     low, high, row0, head = rows
+    if T.bits:
+        batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+        b = gl.where(p.rows_strides[0] > 0, head // heads, 0)
+        return hide_by_bits(s, p.labels, b, low, seq_q, block * T.block_n, seq_k)
     columns = block * T.block_n + gl.arange(0, T.block_n, gl.SliceLayout(0, LAYOUT))
     keep = columns[None, :] < high[:, None]
     if T.left_limit:

@@ -11,9 +11,10 @@ from torch import Tensor
 from ..attention_problem import Problem, Unfinished
 from ..attention_reference import sinks_gradient
 from .descriptors import fits, readable
+from .explicit import bits_of_backward, bits_of_forward
 from .plans import Call, NarrowPlan, WidePlan, backward_plan, forward_plan, parts_of
 from .rows import Rows, rows_of_backward, rows_of_forward
-from .templates import AnyTemplate
+from .templates import AnyTemplate, BackwardTemplate
 
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
@@ -171,10 +172,15 @@ def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta_rows: Tensor) -> Te
 
 def _rows(problem: Problem, template: AnyTemplate, *, forward: bool) -> Rows | None:
     """What the data says of the mask, where it does; the caller keeps it until the launch."""
-    if not template.by_rows:
+    if not template.by_data:
         return None
-    find = rows_of_forward if forward else rows_of_backward
-    return find(problem.seen, problem.q.shape[1], problem.k.shape[1], template.block_m, template.block_n)
+    sizes = problem.q.shape[1], problem.k.shape[1], template.block_m, template.block_n
+    if template.bits:
+        if forward:
+            return bits_of_forward(problem.seen, *sizes)
+        order = isinstance(template, BackwardTemplate) and template.deterministic
+        return bits_of_backward(problem.seen, *sizes, order=order)
+    return (rows_of_forward if forward else rows_of_backward)(problem.seen, *sizes)
 
 
 def _addresses(rows: Rows | None) -> tuple[int, int, int, int]:

@@ -19,9 +19,10 @@ from ..launch import Launch
 from . import prepare
 from .build import compile_instance
 from .descriptors import DTYPES, rows_map, tensor_map
+from .explicit import explicit
 from .instances import instance
 from .mapped_launch import MappedLaunch
-from .rows import PADDED, batches, by_rows
+from .rows import PADDED, batches, by_data
 from .templates import (
     AnyTemplate,
     BackwardTemplate,
@@ -58,7 +59,7 @@ class Call:
     left: int | None
     right: int | None
     data: str | None
-    """Kind of mask that only the data knows: "rows" or "segments" (templates.MASKS)."""
+    """Kind of mask that only the data knows: "rows", "segments" or "bits" (templates.MASKS)."""
     row_batches: int
     """Batches that such a mask tells apart."""
     sinks: bool
@@ -70,7 +71,9 @@ class Call:
     def of(cls, problem: Problem) -> Call:
         """The call of a problem."""
         q, k, v, seen = problem.q, problem.k, problem.v, problem.seen
-        data = None if not by_rows(seen) else "segments" if seen.documents is None else "rows"
+        data = None
+        if by_data(seen):
+            data = "bits" if explicit(seen) else "segments" if seen.documents is None else "rows"
         return cls(
             (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), q.dtype, q.device.index,
             seen.offset, seen.left, seen.right, data, 0 if data is None else batches(seen),

@@ -48,7 +48,7 @@ class Rows:
     """Backward: `[·, tiles]`, the first block of keys that adds to a tile of queries."""
 
 
-def by_rows(seen: Visibility) -> bool:
+def by_data(seen: Visibility) -> bool:
     """Whether only the data knows which keys are seen."""
     return seen.q_segments is not None or seen.mask is not None
 

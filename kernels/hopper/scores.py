@@ -3,7 +3,8 @@
 Every mask here is *one interval of keys per query*: `[low(row), high(row))`. Causality and the end of the keys give
 `high`, a window gives `low`, packed documents and padding give both. So a mask costs two comparisons with per-row
 values in the blocks that it cuts, and nothing in the others. In `band` form the interval is `[row + band_low, row +
-band_high]` cut to the keys there are; in `rows` form it is read from memory.
+band_high]` cut to the keys there are; in `rows` form it is read from memory. A mask that is no interval has a bit for
+every query and key (`bits`): a thread loads a word for 32 of its scores.
 """
 
 from triton.experimental import gluon
@@ -35,7 +36,7 @@ def key_blocks(row0, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexpr)
     """
     BLOCK_M: gl.constexpr = T.block_m
     BLOCK_N: gl.constexpr = T.block_n
-    if T.by_rows:
+    if T.by_data:
         entry = ranges + (row0 // BLOCK_M) * 4
         first = gl.load(entry)
         last = gl.load(entry + 1)
@@ -64,7 +65,7 @@ def query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexp
     May be empty."""
     BLOCK_M: gl.constexpr = T.block_m
     BLOCK_N: gl.constexpr = T.block_n
-    if T.by_rows:
+    if T.by_data:
         entry = ranges + block * 4
         first = gl.load(entry)
         last = gl.load(entry + 1)
@@ -97,6 +98,23 @@ def key_limits(rows, seq_k, band_low, band_high, row_low, row_high, T: gl.conste
         return gl.load(row_low + rows), gl.load(row_high + rows)
     else:
         return rows + band_low, gl.minimum(rows + (band_high + 1), seq_k)
+
+
+@gluon.jit
+def hide_by_bits(s, bits, batch, own, own_length, other0, other_length):
+    """Set scores whose bit is 0 to -inf. `bits`: int32 words (explicit.py), a row of them for each token `own` along
+    the first axis of `s`; the second axis begins at token `other0`."""
+    OTHER: gl.constexpr = s.shape[1]
+    SCORES: gl.constexpr = s.type.layout
+    gl.static_assert(OTHER % 32 == 0)
+    padded = gl.cdiv(own_length, _PADDED) * _PADDED
+    words = (gl.cdiv(other_length, _PADDED) + 1) * (_PADDED // 32)
+    row = bits + (batch.to(gl.int64) * padded + gl.minimum(own, padded - 1)) * words + other0 // 32
+    other = gl.arange(0, OTHER, gl.SliceLayout(0, SCORES))[None, :]
+    word = gl.zeros(s.shape, gl.int32, SCORES)
+    for i in gl.static_range(OTHER // 32):  # which word a score needs is known when this is compiled
+        word = gl.where(other // 32 == i, gl.load(row + i)[:, None], word)
+    return gl.where(((word >> (other % 32)) & 1) != 0, s, float("-inf"))
 
 
 @gluon.jit

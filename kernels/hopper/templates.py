@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MASKS = ("none", "right", "band", "rows", "segments")
+MASKS = ("none", "right", "band", "rows", "segments", "bits")
 """`none`: every key, and whole blocks of keys only. `right`: keys before a limit that moves with the row (causal), or
 before the end of a sequence that ends inside a block. `band`: two limits (a window). `rows`: two limits read from
 memory (packed documents). `segments`: the same, and labels to compare where the limits do not say all (segment ids in
-any order, masks of keys)."""
+any order, masks of keys). `bits`: a bit for every query and key (masks that differ from query to query)."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,21 @@ class Template:
 
     @property
     def left_limit(self) -> bool:
-        return self.mask in ("band", "rows", "segments")
+        return self.mask in ("band", "rows", "segments", "bits")
+
+    @property
+    def by_data(self) -> bool:
+        """Which blocks meet is read from memory."""
+        return self.mask in ("rows", "segments", "bits")
 
     @property
     def by_rows(self) -> bool:
+        """The limits of a row are read from memory."""
         return self.mask in ("rows", "segments")
+
+    @property
+    def bits(self) -> bool:
+        return self.mask == "bits"
 
     @property
     def segments(self) -> bool:

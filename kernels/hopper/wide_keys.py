@@ -274,7 +274,7 @@ def wide_keys_kernel(
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
     block = gl.program_id(1)
-    if T.by_rows:
+    if T.by_data:
         ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
     mem = Shared(
         tile_q, tile_do, tile_k, reinterpret(tile_dk, q.dtype, V_SHAPE, v.layout), tile_p,

@@ -71,6 +71,26 @@ def padding(*shown: tuple[int, int], gaps: bool = False, ids: bool = False, **va
     return make
 
 
+def pairs(kind: str, *, shared: bool = False, **values: int | float | str):
+    """A mask with an entry for every query and key, of each batch or `shared`: at random, with rows that see nothing;
+    causal after a padded start; or whole blocks of 200 queries and keys, in a chequered pattern."""
+
+    def make(generator: torch.Generator, case: Case) -> Conditions:
+        batch = 1 if shared else case.batch
+        query, key = torch.arange(case.queries)[:, None], torch.arange(case.keys)
+        if kind == "random":
+            mask = torch.rand(batch, 1, case.queries, case.keys, generator=generator) < 0.5
+            mask &= query % 50 != 7
+        elif kind == "padded_start":
+            start = torch.randint(0, case.keys, (batch, 1, 1, 1), generator=generator)
+            mask = (key <= query + case.keys - case.queries) & (key >= start)
+        else:
+            mask = ((query // 200 + key // 200) % 2 == 0).expand(batch, 1, -1, -1).contiguous()
+        return {"mask": mask, **values}
+
+    return make
+
+
 def case(queries: int, keys: int | None = None, **others: object) -> Case:
     base = Case(
         queries=queries, keys=queries if keys is None else keys, head_dim=128, value_dim=128, heads=4, kv_heads=2
@@ -125,6 +145,12 @@ MASKS = {
     "padding_gaps": case(500, conditions=padding((77, 500), (0, 400), gaps=True, causal="top_left")),
     "padding_segments": case(500, conditions=padding((0, 450), (90, 500), ids=True, causal="top_left")),
     "padding_segments_gaps": case(500, conditions=padding((0, 450), (90, 500), ids=True, gaps=True)),
+    "pairs_random": case(333, 500, conditions=pairs("random")),
+    "pairs_random_shared": case(500, 333, conditions=pairs("random", shared=True)),
+    "pairs_random_causal": case(500, conditions=pairs("random", causal="top_left")),
+    "pairs_random_window": case(500, 600, conditions=pairs("random", window_left=70, window_right=30)),
+    "pairs_padded_start": case(700, conditions=pairs("padded_start")),
+    "pairs_chequered": case(700, 900, conditions=pairs("chequered")),
     "documents_cross": case(300, 500, batch=1, conditions=documents([0, 90, 200, 300], [0, 200, 200, 450])),
 }
 
@@ -132,6 +158,8 @@ VALUES = {
     "softcap_5": case(300, logits=4, conditions=options(softcap=5.0, causal="top_left")),  # 1065, 1033
     "softcap_30": case(300, logits=20, conditions=options(softcap=30.0)),
     "softcap_50_window": case(300, conditions=options(softcap=50.0, window_left=60, causal="top_left")),
+    "softcap_pairs": case(300, conditions=pairs("random", softcap=20.0)),
+    "sinks_pairs": case(300, sinks=True, lse_gradient=True, conditions=pairs("random")),
     "softcap_documents": case(300, batch=1, conditions=documents([0, 90, 300], softcap=20.0, causal="top_left")),
     "scale": case(300, conditions=options(scale=0.7)),
     "sinks": case(300, sinks=True, conditions=CAUSAL),
@@ -192,6 +220,8 @@ WIDE = {
     "head_dim_256_256_segments_any_order": case(
         300, head_dim=256, value_dim=256, conditions=segments(ordered=False, causal="top_left")
     ),
+    "head_dim_256_256_pairs": case(300, 500, head_dim=256, value_dim=256, conditions=pairs("random")),
+    "head_dim_192_128_pairs": case(500, head_dim=192, value_dim=128, conditions=pairs("padded_start")),
     "head_dim_256_256_softcap": case(
         300, head_dim=256, value_dim=256, logits=4, conditions=options(softcap=30.0, causal="top_left")
     ),

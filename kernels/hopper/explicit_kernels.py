@@ -1,0 +1,118 @@
+"""The small kernels behind `explicit.py`, in plain Triton: bits of what is seen, and which tiles meet.
+
+mask_bits      32 pairs a word, with causality and the window      reads Sq Sk bytes of the mask, writes an eighth
+mask_ranges    per tile of own tokens its blocks of the others     reads the bits twice
+mask_order     per block of keys and tile of queries, how many blocks of keys before it meet the tile
+"""
+
+import triton
+import triton.language as tl
+
+WORD = tl.constexpr(32)
+BLOCK = tl.constexpr(128)
+"""Own tokens, and tokens of the other side, of a program of `mask_bits`."""
+
+
+@triton.jit
+def mask_bits(
+    mask, bits, mask_batch, mask_row, mask_key, num_queries, num_keys, offset, left, right,
+    OWN_ARE_KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of own tokens, blocks of the others and one more, batch). `bits`: int32 [batch, own tokens padded,
+    words]."""
+    b = tl.program_id(2).to(tl.int64)
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    other = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if OWN_ARE_KEYS:
+        row, key = other[None, :], own[:, None]
+    else:
+        row, key = own[:, None], other[None, :]
+    inside = (row < num_queries) & (key < num_keys)
+    at = mask + b * mask_batch + row.to(tl.int64) * mask_row + key.to(tl.int64) * mask_key
+    seen = inside & (tl.load(at, mask=inside, other=0) != 0)
+    if HAS_LEFT:
+        seen = seen & (key >= row + offset - left)
+    if HAS_RIGHT:
+        seen = seen & (key <= row + offset + right)
+    bit = tl.arange(0, WORD)[None, None, :]
+    spread = tl.reshape(seen.to(tl.int32), [BLOCK, BLOCK // WORD, WORD])
+    words = tl.sum(spread << bit, 2)  # every bit once: the sum is the union
+    width = tl.num_programs(1) * (BLOCK // WORD)
+    line = b * tl.num_programs(0) * BLOCK + own
+    column = tl.program_id(1) * (BLOCK // WORD) + tl.arange(0, BLOCK // WORD)
+    tl.store(bits + line[:, None] * width + column[None, :], words)
+
+
+@triton.jit
+def mask_ranges(
+    bits, ranges, own_length, other_length, padded, width,
+    FORWARD: tl.constexpr, OWN: tl.constexpr, OWN_PADDED: tl.constexpr, OTHER: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of own tokens, batch). `ranges`: int32 [batch, tiles, 4], see `rows.Rows`: of the blocks that are
+    seen whole the first run. BLOCKS at a time."""
+    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(other_length, OTHER)
+    first, last, clear_first = blocks, 0, blocks
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        some, every = _state(bits, b, tile, start, own_length, padded, width, OWN, OWN_PADDED, OTHER, BLOCKS)
+        first = tl.minimum(first, tl.min(tl.where(some, block, blocks), 0))
+        last = tl.maximum(last, tl.max(tl.where(some, block + 1, 0), 0))
+        clear_first = tl.minimum(clear_first, tl.min(tl.where(every, block, blocks), 0))
+    clear_last = blocks
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        some, every = _state(bits, b, tile, start, own_length, padded, width, OWN, OWN_PADDED, OTHER, BLOCKS)
+        clear_last = tl.minimum(clear_last, tl.min(tl.where(every | (block < clear_first), blocks, block), 0))
+    first = tl.minimum(first, last)
+    if FORWARD:
+        last = tl.maximum(last, first + 1)  # the forward has no empty tile
+    at = ranges + (b * tl.num_programs(0) + tile) * 4
+    tl.store(at, first)
+    tl.store(at + 1, last)
+    tl.store(at + 2, tl.minimum(clear_first, last))
+    tl.store(at + 3, tl.minimum(clear_last, last))
+
+
+@triton.jit
+def _state(
+    bits,
+    b,
+    tile,
+    start,
+    own_length,
+    padded,
+    width,
+    OWN: tl.constexpr,
+    OWN_PADDED: tl.constexpr,
+    OTHER: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Whether some pair of the tile and each of BLOCKS blocks from `start` on is seen, and whether every pair is. Own
+    tokens past the end do not count, others keep a block from being seen whole."""
+    WORDS: tl.constexpr = OTHER // WORD
+    within = tl.arange(0, OWN_PADDED)
+    own = tl.where(within < OWN, tile * OWN + within, own_length)
+    word = start * WORDS + tl.arange(0, BLOCKS * WORDS)
+    line = b * padded + own
+    inside = (own < own_length)[:, None]
+    # What is past the last word is past the last block, and seen by nobody.
+    found = tl.load(bits + line[:, None] * width + word[None, :], mask=inside & (word < width)[None, :], other=0)
+    union = tl.max((found != 0).to(tl.int32), 0)
+    whole = tl.min(((found == -1) | (own >= own_length)[:, None]).to(tl.int32), 0)
+    some = tl.max(tl.reshape(union, [BLOCKS, WORDS]), 1) != 0
+    every = tl.min(tl.reshape(whole, [BLOCKS, WORDS]), 1) != 0
+    return some, every
+
+
+@triton.jit
+def mask_order(ranges, order, blocks, tiles, BLOCKS: tl.constexpr):
+    """Grid (tiles of queries, batch). `ranges`: of the backward, [batch, blocks of keys, 4]; `order`: int32 [batch,
+    tiles, blocks], how many blocks of keys with a lower number visit the tile."""
+    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    inside = block < blocks
+    at = ranges + (b * blocks + block) * 4
+    visits = tl.load(at, mask=inside, other=1) <= tile
+    visits = (visits & (tile < tl.load(at + 1, mask=inside, other=0))).to(tl.int32)
+    tl.store(order + (b * tiles + tile) * blocks + block, tl.cumsum(visits, 0) - visits, mask=inside)
