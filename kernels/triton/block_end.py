@@ -17,6 +17,8 @@ from .norm_rope_tiles import Choice, _tiles, next_power_of_2
 
 CHOICE = Choice(heads=4, elements=16, warps=4, registers=128)
 """How to cut a tile: as a backward of norm + rotation."""
+PARTIAL = Choice(heads=4, elements=16, warps=4, registers=168)
+"""With lanes that are not rotated, which are held apart: 128 registers are too few."""
 
 
 def refuses(needs: Mapping[str, bool], given: Mapping[str, Tensor | None], options: Options) -> str | None:
@@ -62,7 +64,9 @@ def finish(
         tensors += [unfinished.dv, v_grad, dv]
     layout = _Layout(tensors, tables, options, batch, sequence)
     acc = arithmetic_dtype(*(t.dtype for t in tensors))
-    tiles = _tiles(CHOICE, _site(geometry, layout, q_heads, k_heads, False, q.dx))
+    tiles = _tiles(
+        PARTIAL if geometry.constants["P"] else CHOICE, _site(geometry, layout, q_heads, k_heads, False, q.dx)
+    )
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     total = layout.batch * blocks
     device = dq.device

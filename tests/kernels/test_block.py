@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import attention_oracle
@@ -190,6 +195,29 @@ def test_on_the_card(name: str, backend: str, device: torch.device) -> None:
     if backend == "triton+hopper" and (CASES[name].mask or torch.cuda.get_device_capability()[0] != 9):
         pytest.skip("the Hopper kernels run on sm_90 and take no such mask")
     check(CASES[name], BF16, device, backend)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_end_compiles_without_spills(arch: int) -> None:
+    assert not spilled(arch, "qwen3", "partial adjacent")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_every_end_compiles_without_spills(arch: int) -> None:
+    assert not spilled(arch)
+
+
+def spilled(arch: int, *names: str) -> dict[str, int]:
+    """Bytes spilled by instances of `compile_block_end.py`, in a process of its own: what is imported to be
+    interpreted cannot be compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_block_end.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(arch), *names], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: used["spills"] for name, used in json.loads(done.stdout).items() if used["spills"]}
 
 
 def hopper_or_skip() -> None:
