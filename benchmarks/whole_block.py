@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.timing import RESULTS, Row, Time, side_stream, write_results
+from benchmarks.timing import RESULTS, Row, side_stream, write_results
 from fusion_pass.kernels import attention, norm_rope_attention, qk_norm_rope, qkv_norm_rope
 from fusion_pass.kernels.triton import block_end
 
@@ -101,21 +101,22 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def interleaved(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, Time]:
-    """Each graph is replayed once a round."""
+def interleaved(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each graph, replayed once a round, in every other round in the opposite order."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for graph in graphs.values():
         graph.replay()
+    order = list(graphs)
     for _ in range(rounds):
-        for name, graph in graphs.items():
+        for name in order:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            graph.replay()
+            graphs[name].replay()
             end.record()
             end.synchronize()
             times[name].append(begin.elapsed_time(end) * 1e3)
-    quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
-    return {name: Time(statistics.median(times[name]), q[2] - q[0]) for name, q in quartiles.items()}
+        order.reverse()
+    return times
 
 
 def ends_apart() -> AbstractContextManager[object]:
@@ -133,16 +134,23 @@ def benchmark(batch: int, tokens: int, heads: int, kv_heads: int, packed: bool) 
     graphs = {"joined": captured(lambda: layer.step(layer.joined)), "apart": captured(lambda: layer.step(layer.apart))}
     with ends_apart():
         graphs["joined, ends apart"] = captured(lambda: layer.step(layer.joined))
-    times = interleaved(graphs, rounds=15)
-    joined = times.pop("joined")
-    print(f"{case}: joined {joined.median:.0f} us", *(f"{n} {t.median:.0f} us" for n, t in times.items()), sep=", ")
-    print(f"    kept {kept['joined'] / 2**20:.0f} MiB, apart {kept['apart'] / 2**20:.0f}", flush=True)
-    baselines = {name: round(time.median, 1) for name, time in times.items()}
-    baselines |= {f"MiB kept, {name}": round(size / 2**20, 1) for name, size in kept.items()}
-    spreads = {name: round(time.spread, 1) for name, time in times.items()}
-    return Row(
-        case, "step", "us", round(joined.median, 1), baselines, round(joined.spread, 1), baseline_spreads=spreads
+    times = interleaved(graphs, rounds=30)
+    joined, *baselines = (statistics.median(values) for values in times.values())
+    spread, *spreads = (q[2] - q[0] for q in (statistics.quantiles(values, n=4) for values in times.values()))
+    names = list(times)[1:]
+    # The card's clock moves more than these times differ; within a round it hardly does.
+    pairs = {name: [x / y for x, y in zip(times[name], times["joined"], strict=True)] for name in names}
+    ratios = {f"{name} / joined, median of rounds": statistics.median(values) for name, values in pairs.items()}
+    print(
+        f"{case}: joined {joined:.0f} us", *(f"{n} {t:.0f} us" for n, t in zip(names, baselines, strict=True)), sep=", "
     )
+    print(f"    {', '.join(f'{name} {ratio:.3f}' for name, ratio in ratios.items())}")
+    print(f"    kept {kept['joined'] / 2**20:.0f} MiB, apart {kept['apart'] / 2**20:.0f}", flush=True)
+    figures = {name: round(time, 1) for name, time in zip(names, baselines, strict=True)}
+    figures |= {name: round(ratio, 4) for name, ratio in ratios.items()}
+    figures |= {f"MiB kept, {name}": round(size / 2**20, 1) for name, size in kept.items()}
+    spread_of = {name: round(value, 1) for name, value in zip(names, spreads, strict=True)}
+    return Row(case, "step", "us", round(joined, 1), figures, round(spread, 1), baseline_spreads=spread_of)
 
 
 def main() -> None:

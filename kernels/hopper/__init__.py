@@ -6,6 +6,7 @@
     wide_keys.py               the backward kernels above: dQ; dK and dV
     prepare.py                 the memory-bound kernels around the backward
     scores.py, rows*.py        masks as intervals of keys      barriers.py  named barriers
+    explicit*.py               masks as bits
     templates.py               tile sizes as data              gluon_api.py names that moved between Triton versions
     instances.py, build.py     signatures, compilation         assembler.py which ptxas
     descriptors.py, plans.py,

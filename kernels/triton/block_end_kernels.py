@@ -13,9 +13,9 @@ token:
     v     dV of n parts (n e)          ->  dv (e)      T Hkv D (n + 1) e, nothing for one part: dV is written in place
     weights: a row of sums a program, added in a fixed order by `reduce_kernel`
 
-The kernels this replaces move 4 T Hq D e bytes more of dQ... none of which is needed: (4 + e) to round dQ, e to read
-it again, and as much for the sums over parts. A program walks over its share of the blocks of tokens for one tile of
-heads, as in `norm_rope_kernels.py`, whose pieces these are.
+One kernel that rounds dQ and another that reads it again move 2 T Hq D e bytes more, and as many of dK and dV where
+there are parts. A program walks over its share of the blocks of tokens for one tile of heads, as in
+`norm_rope_kernels.py`, whose pieces these are.
 """
 
 from __future__ import annotations
