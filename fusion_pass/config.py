@@ -172,8 +172,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     **{field.name: _parse_bool for field in fields(FusionConfig) if isinstance(field.default, bool)},
 }
 
-# Places, not settings: what is computed does not depend on them.
-_NOT_SETTINGS = frozenset({"cuda_cache"})  # kernels/cuda/compiler.py
+# The kernels' own, at run time: no graph depends on them.
+_NOT_SETTINGS = frozenset({"cuda_cache", "autotune"})  # kernels/cuda/compiler.py, kernels/choice/autotune.py
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -61,6 +61,12 @@ def _software() -> Iterator[Part]:
         _version("triton") or _version("triton-ascend"),
         "The Triton kernels need it: pip install 'fusion-pass[triton]'.",
     )
+    yield Part(
+        "cuda-core",
+        _version("cuda-core"),
+        "The CUDA C++ kernels of norm + rotation need it: pip install 'fusion-pass[cuda]'. Then each call takes them or "
+        "Triton's, as measured; interleaved MRoPE and head dimensions like 80 and 96 gain most.",
+    )
     for name, use in (("transformers", "language models and the demo"), ("diffusers", "diffusion models")):
         yield Part(name, _version(name), f"Only the zoo's {use} need it: pip install 'fusion-pass[zoo]'.")
 

@@ -17,8 +17,11 @@ from types import MappingProxyType
 
 import torch
 
-MODULES = ("hopper", "cuda", "triton", "ascend", "reference", "attention_kernels")
-ORDER = ("hopper", "sdpa", "triton", "cuda", "ascend_inference", "ascend", "ascend_packed", "ascend_flash", "reference")
+MODULES = ("hopper", "choice", "cuda", "triton", "ascend", "reference", "attention_kernels")
+ORDER = (
+    "hopper", "sdpa", "measured", "triton", "cuda", "ascend_inference", "ascend", "ascend_packed", "ascend_flash",
+    "reference",
+)  # fmt: skip
 
 NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope"})
 

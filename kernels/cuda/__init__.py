@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 
+from ..cost_gate import gate, head_dim
 from ..options import Options
 from ..registry import NORM_ROPE_OPS, Kernel, Request
 
@@ -29,26 +30,20 @@ def _available() -> str | None:
     return unavailable()
 
 
-def _head_dim(request: Request) -> int | None:
-    shape = next((request.shapes[name] for name in ("x", "q", "qkv") if name in request.shapes), ())
-    head_dim = request.options.get("head_dim") or (shape[-1] if shape else None)
-    return head_dim if isinstance(head_dim, int) else None
-
-
 def _supports(request: Request) -> str | None:
     if request.device.type != "cuda":
         return f"the tensors are on {request.device.type}, it takes cuda."
     if torch.cuda.get_device_capability(request.device)[0] < 8:
         return "the device is older than sm_80, whose conversion instructions it is written with."
-    head_dim = _head_dim(request)
-    if head_dim is None:
+    lanes = head_dim(request)
+    if lanes is None:
         return None
     from .norm_rope import unsupported
 
     options = Options(
         norm=str(request.options.get("norm", "none")), norm_scope=str(request.options.get("norm_scope", "head"))
     )
-    return unsupported(options, head_dim)
+    return unsupported(options, lanes)
 
 
 KERNELS = (
@@ -58,5 +53,6 @@ KERNELS = (
         load=lambda: importlib.import_module(f"{__name__}.norm_rope"),
         available=_available,
         supports=_supports,
+        gate=gate,
     ),
 )

@@ -1,0 +1,89 @@
+"""Write the table by which `backend="auto"` takes CUDA C++ or Triton: `python -m benchmarks.choose_norm_rope RESULT`.
+
+RESULT is the file of a run that measured both: `python -m benchmarks.norm_rope --baselines triton cuda inductor`. The
+table goes to `kernels/choice/`, one file an architecture; what reads it is `kernels/choice/table.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.norm_rope import SHAPES, Shape
+from fusion_pass.kernels import choice
+from fusion_pass.kernels.choice.form import BACKWARD, FORWARD, Form
+
+ARCHITECTURES = {"NVIDIA H100": 90, "NVIDIA H200": 90, "NVIDIA A100": 80, "NVIDIA B200": 100}
+BACKENDS = ("triton", "cuda")
+PASSES = ("forward", "forward (training)", "backward")
+
+
+def form_of(shape: Shape, direction: str) -> Form:
+    """The form of one of the three measured passes."""
+    return Form(
+        direction=BACKWARD if direction == "backward" else FORWARD,
+        head_dim=shape.head_dim,
+        itemsize=shape.dtype.itemsize,
+        norm=shape.norm != "none",
+        pairing=shape.pairing,
+        mrope_layout=shape.mrope_layout,
+        partial=shape.rotary_dim < shape.head_dim,
+        moved=shape.packed and direction != "forward",
+    )
+
+
+def choices(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The table's file."""
+    measured: dict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
+    for row in result["rows"]:
+        times = [row["baselines"].get(name) for name in BACKENDS]
+        name, _, tokens = row["case"].removesuffix(" tokens").rpartition(", ")
+        if None not in times:
+            measured[name, row["pass"]].append((int(tokens), *times))
+    shapes = [
+        {
+            "model": shape.name,
+            "form": asdict(form_of(shape, direction)),
+            "heads": shape.heads + shape.kv_heads,
+            "microseconds": sorted(measured[shape.name, direction]),
+        }
+        for shape in SHAPES
+        for direction in PASSES
+        # Without v to move, a forward in training is the forward.
+        if (shape.name, direction) in measured and (shape.packed or direction != "forward (training)")
+    ]
+    facts = {name: result[name] for name in ("card", "torch", "triton", "date", "commit", "copy_gb_s")}
+    return {**facts, "columns": ["tokens", *BACKENDS], "shapes": shapes}
+
+
+def as_text(table: Mapping[str, Any]) -> str:
+    """JSON with one measurement a line."""
+    shapes = table["shapes"]
+    head = json.dumps({name: value for name, value in table.items() if name != "shapes"}, indent=1)
+    lines = []
+    for shape in shapes:
+        rest = json.dumps({name: value for name, value in shape.items() if name != "microseconds"})
+        rows = ",\n   ".join(json.dumps(row) for row in shape["microseconds"])
+        lines.append(f'  {rest[:-1]}, "microseconds": [\n   {rows}]}}')
+    return head[:-2] + ',\n "shapes": [\n' + ",\n".join(lines) + "]\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    result = json.loads(parser.parse_args().result.read_text())
+    architecture = next((number for card, number in ARCHITECTURES.items() if result["card"].startswith(card)), None)
+    if architecture is None:
+        raise SystemExit(f"the architecture of {result['card']!r} is not known here; add it to ARCHITECTURES.")
+    path = Path(choice.__path__[0], f"sm_{architecture}.json")
+    path.write_text(as_text(choices(result)))
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The `measured` back end of the norm + rotation operators: each call goes to CUDA C++ or to Triton.
+
+The choice is made when a call is planned, once for each shape: a repeated call (`kernels/replay.py`) does not pass
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from .. import registry
+from ..options import Options
+from ..replay import Work
+from ..streams import Backend, Copy, Gradients, GradStream, Stream, Tables
+from . import autotune, table
+from .form import Site, backward_site, forward_site
+
+COUNTS_POSITIONS = True
+WRITES_IN_PLACE = True
+
+
+def forward(
+    streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None
+) -> Sequence[Work] | None:
+    """See `streams.Backend`."""
+
+    def launches(name: str) -> Sequence[Work] | None:
+        return _backend(name).forward(streams, tables, options, copy)
+
+    if _counted(tables) or any(stream.out is stream.x for stream in streams):
+        return launches("cuda")
+    site = forward_site(streams, tables, options, copy)
+    return launches(choice(site, streams[0].x.device, launches))
+
+
+def backward(
+    streams: Sequence[GradStream],
+    tables: Tables | None,
+    options: Options,
+    copy: Copy | None = None,
+    needs_tables: bool = False,
+) -> Gradients:
+    """See `streams.Backend`."""
+
+    def gradients(name: str) -> Gradients:
+        return _backend(name).backward(streams, tables, options, copy, needs_tables)
+
+    if _counted(tables):
+        return gradients("cuda")
+    site = backward_site(streams, tables, options, copy, needs_tables)
+    return gradients(choice(site, streams[0].grad.device, lambda name: gradients(name).works))
+
+
+def choice(site: Site, device: torch.device, launches: Callable[[str], Sequence[Work] | None]) -> str:
+    """The back end to take: by the table, or by a measurement where one is allowed and the table is not exact."""
+    row = table.nearest(site.form, site.size, table.rows(_architecture(device))) if site.usual else None
+    if (row is None or not row.exact(site.form, site.size)) and autotune.enabled():
+        measured = autotune.faster(site.key(), device, launches)
+        if measured is not None:
+            return measured
+    return "triton" if row is None else row.faster
+
+
+def _counted(tables: Tables | None) -> bool:
+    """Positions are counted: CUDA C++ does so in its kernel, Triton needs several kernels before."""
+    return tables is not None and tables.counted is not None
+
+
+def _backend(name: str) -> Backend:
+    return cast(Backend, registry.get("qk_norm_rope", name).load())
+
+
+def _architecture(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

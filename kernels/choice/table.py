@@ -1,0 +1,84 @@
+"""The measurements, and which of them speaks for a call.
+
+One file an architecture, written by `python -m benchmarks.choose_norm_rope` on a card of it: for each form, number of
+heads and number of tokens the microseconds of either back end, inputs rotated out of the cache.
+
+A call is decided by the row whose form is the call's and whose size is nearest (of the heads first, then of the
+tokens, by ratio). Where that form was not measured the one with the nearest head_dim stands in, then one that differs
+in whether v is moved, in sectioned MRoPE, or in whether some lanes pass. Size of the elements, norm, pairing,
+interleaved MRoPE and padding of head_dim decide too much: no other row stands in for them. A call without a row is
+Triton's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from .form import Form, Size
+
+FASTER = 0.99
+"""CUDA C++ is taken where its time is below this fraction of Triton's: a hundredth is what two runs differ by."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, in microseconds. `model`: whose shape it is."""
+
+    model: str
+    form: Form
+    size: Size
+    triton: float
+    cuda: float
+
+    @property
+    def faster(self) -> str:
+        """The name of the back end to take."""
+        return "cuda" if self.cuda < FASTER * self.triton else "triton"
+
+    def exact(self, form: Form, size: Size) -> bool:
+        """This is a measurement of the call itself, or of one with at most twice or half as many tokens."""
+        return form == self.form and size.heads == self.size.heads and _ratio(size.tokens, self.size.tokens) < 0.7
+
+
+@cache
+def rows(architecture: int) -> tuple[Row, ...]:
+    """All measurements on cards of `architecture` (90: sm_90); none where there is no file."""
+    path = Path(__file__).with_name(f"sm_{architecture}.json")
+    if not path.exists():
+        return ()
+    return tuple(
+        Row(shape["model"], Form(**shape["form"]), Size(shape["heads"], tokens), triton, cuda)
+        for shape in json.loads(path.read_text())["shapes"]
+        for tokens, triton, cuda in shape["microseconds"]
+    )
+
+
+def nearest(form: Form, size: Size, among: Sequence[Row]) -> Row | None:
+    """The row that speaks for a call; None if no form is near enough."""
+    near = [row for row in among if _decisive(row.form) == _decisive(form)]
+    return min(near, key=lambda row: _distance(form, size, row), default=None)
+
+
+def _decisive(form: Form) -> tuple[object, ...]:
+    interleaved = form.mrope_layout == "interleaved"
+    return form.direction, form.itemsize, form.norm, form.pairing, interleaved, form.padded
+
+
+def _distance(form: Form, size: Size, row: Row) -> tuple[float, ...]:
+    return (
+        _ratio(form.head_dim, row.form.head_dim),
+        form.moved != row.form.moved,
+        form.mrope_layout != row.form.mrope_layout,
+        form.partial != row.form.partial,
+        _ratio(size.heads, row.size.heads),
+        _ratio(size.tokens, row.size.tokens),
+    )
+
+
+def _ratio(a: int, b: int) -> float:
+    return abs(math.log(max(a, 1) / b))
