@@ -15,6 +15,7 @@ from ..launch import Launch
 from ..options import Options
 from ..replay import Work
 from ..streams import Copy, Gradients, GradStream, Stream, Tables, arithmetic_dtype
+from . import interpreted
 from .norm_rope_kernels import backward_kernel, forward_kernel, reduce_kernel
 from .norm_rope_tiles import (
     Site,
@@ -206,6 +207,7 @@ def backward(
         "BHK": tiles.k_heads,
         "BHV": tiles.v_heads,
         "PAD": next_power_of_2(head_dim),
+        "OVERLAPS": partial is not None and _overlaps(device),
     }
     grid = walkers * (q_tiles + k_tiles) + copiers * v_tiles
     works = [_launch(backward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)]
@@ -227,8 +229,10 @@ def _reduce(
     none = partial  # stands for a pointer that is not written
     pointers = [partial, *(none if out is None else out for out in outputs), *[none] * (4 - len(outputs))]
     constants = dict(zip(("QW_SIZE", "QB_SIZE", "KW_SIZE", "KB_SIZE"), sizes, strict=True))
-    constants |= {"ACC": _ACC[acc], "ROWS": 256, "COLS": _REDUCED_COLUMNS}
-    return _launch(reduce_kernel, triton.cdiv(sum(sizes), _REDUCED_COLUMNS), pointers, rows, constants, warps=8)
+    overlaps = _overlaps(partial.device)
+    constants |= {"ACC": _ACC[acc], "ROWS": 256, "COLS": _REDUCED_COLUMNS, "OVERLAPS": overlaps}
+    programs = triton.cdiv(sum(sizes), _REDUCED_COLUMNS)
+    return _launch(reduce_kernel, programs, pointers, rows, constants, warps=8, overlaps=overlaps)
 
 
 def _launch(
@@ -239,9 +243,12 @@ def _launch(
     constants: dict[str, Any],
     warps: int,
     registers: int | None = None,
+    overlaps: bool = False,
 ) -> Work:
     dtypes = [tensor.dtype for tensor in pointers]
     options = {"num_warps": warps} if registers is None else {"num_warps": warps, "maxnreg": registers}
+    if overlaps:
+        options["launch_pdl"] = True
     launch = Launch(kernel, (programs,), pointers[0].device, dtypes, numbers, constants, **options)
     launch.on(pointers)
     return Work(launch, pointers)
@@ -405,6 +412,11 @@ def _site(geometry: _Geometry, layout: _Layout, q_heads: int, k_heads: int, heav
         multiprocessors=multiprocessors,
         architecture=architecture,
     )
+
+
+def _overlaps(device: torch.device) -> bool:
+    """A kernel may be set up while the one before it still runs."""
+    return _device_facts(device)[1] >= 90 and not interpreted()
 
 
 @lru_cache

@@ -420,9 +420,11 @@ def backward_kernel(
     NEEDS_QW: tl.constexpr, NEEDS_QB: tl.constexpr, NEEDS_KW: tl.constexpr, NEEDS_KB: tl.constexpr,
     NEEDS_TABLES: tl.constexpr, Q_COLUMNS: tl.constexpr, K_COLUMNS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
     WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
-    BHV: tl.constexpr, PAD: tl.constexpr,
+    BHV: tl.constexpr, PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each head tile of q and k has `walkers` programs, each tile of v `copiers`."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     Q_TILES: tl.constexpr = (HQ + BHQ - 1) // BHQ
     K_TILES: tl.constexpr = (HK + BHK - 1) // BHK
     V_TILES: tl.constexpr = (HV + BHV - 1) // BHV
@@ -488,9 +490,13 @@ def reduce_kernel(
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Sum the rows of PARTIAL, [q_rows, QW_SIZE + QB_SIZE] followed by [k_rows, KW_SIZE + KB_SIZE], in an order fixed
-    by ROWS, into the gradients of the parameters."""
+    by ROWS, into the gradients of the parameters.
+
+    OVERLAPS (sm_90 and later): the kernel is set up while the backward still runs, and waits here for its end
+    (programmatic dependent launch)."""
     Q: tl.constexpr = QW_SIZE + QB_SIZE
     K: tl.constexpr = KW_SIZE + KB_SIZE
     column = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -498,6 +504,8 @@ def reduce_kernel(
     rows = tl.where(is_q, q_rows, tl.where(column < Q + K, k_rows, 0))
     corner = tl.where(is_q, column, q_rows * Q + column - Q)
     width = tl.where(is_q, Q, K)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     total = tl.zeros([ROWS, COLS], ACC)
     for start in range(0, max(q_rows, k_rows), ROWS):
         row = start + tl.arange(0, ROWS)[:, None]

@@ -66,7 +66,7 @@ def recording(arch: int, multiprocessors: int = 1) -> Iterator[dict[str, Recorde
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> dict[str, int]:
     """Registers and spilled bytes of one recorded launch."""
-    options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in kwargs}
+    options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages", "maxnreg", "launch_pdl") if key in kwargs}
     bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
