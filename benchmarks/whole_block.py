@@ -1,9 +1,9 @@
 """Norm + rotation + attention of one layer as one operator and as two: `python -m benchmarks.whole_block`.
 
-A training step (forward and backward, bf16, causal) of `norm_rope_attention`, with its backward ended by one launch
-and by the kernels of its parts, against `qk_norm_rope` (from a packed projection `qkv_norm_rope`) followed by
+A training step (forward and backward, bf16, causal) of `norm_rope_attention`, as it is, with the rotated queries and
+keys kept for the backward, and with the backward ended by the kernels of its parts instead of one launch, against `qk_norm_rope` (from a packed projection `qkv_norm_rope`) followed by
 `attention`, with the kernels that are chosen by themselves; and what the forward keeps for the backward beside its
-inputs. Each is a CUDA graph, and the three are replayed in turn. Qwen3-8B: 32 query and 8 key heads of 128;
+inputs. Each is a CUDA graph, and they are replayed in turn. Qwen3-8B: 32 query and 8 key heads of 128;
 Qwen2-VL-2B: 12 and 2; and 32 heads without grouping. Needs a GPU.
 """
 
@@ -58,11 +58,11 @@ class Layer:
     def sizes(self) -> dict[str, int]:
         return {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": HEAD_DIM} if self.packed else {}
 
-    def joined(self) -> Tensor:
-        """One operator."""
+    def joined(self, keep: bool = False) -> Tensor:
+        """One operator; `keep`: its backward has the rotated queries and keys of its forward."""
         names = ("qkv",) if self.packed else ("q", "k", "v")
         tensors = dict(zip(names, self.inputs, strict=True))
-        return norm_rope_attention(**tensors, **self.shared, **self.sizes, **NORM_ROPE, causal="top_left")[0]
+        return norm_rope_attention(**tensors, **self.shared, **self.sizes, **NORM_ROPE, causal="top_left", keep=keep)[0]
 
     def apart(self) -> Tensor:
         """Two operators."""
@@ -130,8 +130,9 @@ def benchmark(batch: int, tokens: int, heads: int, kv_heads: int, packed: bool) 
         difference = (ours.float() - theirs.float()).norm() / theirs.float().norm()
         assert difference < 1e-2, difference
     case = f"{heads}+{kv_heads} heads{', packed' if packed else ''}, {batch} x {tokens}"
-    kept = {name: kept_bytes(forward) for name, forward in (("joined", layer.joined), ("apart", layer.apart))}
-    graphs = {"joined": captured(lambda: layer.step(layer.joined)), "apart": captured(lambda: layer.step(layer.apart))}
+    forwards = {"joined": layer.joined, "apart": layer.apart, "joined, keeps": lambda: layer.joined(keep=True)}
+    kept = {name: kept_bytes(forward) for name, forward in forwards.items()}
+    graphs = {name: captured(lambda f=forward: layer.step(f)) for name, forward in forwards.items()}
     with ends_apart():
         graphs["joined, ends apart"] = captured(lambda: layer.step(layer.joined))
     times = interleaved(graphs, rounds=30)
@@ -145,7 +146,7 @@ def benchmark(batch: int, tokens: int, heads: int, kv_heads: int, packed: bool) 
         f"{case}: joined {joined:.0f} us", *(f"{n} {t:.0f} us" for n, t in zip(names, baselines, strict=True)), sep=", "
     )
     print(f"    {', '.join(f'{name} {ratio:.3f}' for name, ratio in ratios.items())}")
-    print(f"    kept {kept['joined'] / 2**20:.0f} MiB, apart {kept['apart'] / 2**20:.0f}", flush=True)
+    print("    MiB kept:", ", ".join(f"{name} {size / 2**20:.0f}" for name, size in kept.items()), flush=True)
     figures = {name: round(time, 1) for name, time in zip(names, baselines, strict=True)}
     figures |= {name: round(ratio, 4) for name, ratio in ratios.items()}
     figures |= {f"MiB kept, {name}": round(size / 2**20, 1) for name, size in kept.items()}

@@ -51,6 +51,10 @@ class FusionConfig:
     queries and keys (from a packed projection also the values) are not kept for the backward, which computes them
     again. Off: the parts stay apart, for a step without that second run, and for selective activation checkpoints."""
 
+    keep_rotated: bool = False
+    """With `whole_block`: keep the rotated queries and keys for the backward instead of computing them again, for speed
+    where memory is no concern."""
+
     allow_reference: bool = False
     """Also fuse into the `reference` kernel (plain ATen). For tests and machines without a fused kernel: right, not
     fast."""
@@ -114,7 +118,10 @@ class FusionConfig:
 
     def cache_key(self) -> str:
         """The settings that change the graph; the others leave a compiled artefact valid."""
-        shaping = ("enabled", "fusions", "skip_fusions", "kernels", "whole_block", "allow_reference", "deterministic")
+        shaping = (
+            "enabled", "fusions", "skip_fusions", "kernels", "whole_block", "keep_rotated", "allow_reference",
+            "deterministic",
+        )  # fmt: skip
         return repr([(name, getattr(self, name)) for name in shaping])
 
 

@@ -94,7 +94,7 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
 
     index_of = {id(place): index for index, place in enumerate(found)}
     joined: set[int] = set()
-    for block in list(blocks(graph, found)) if config.whole_block else ():
+    for block in list(blocks(graph, found, keep=config.keep_rotated)) if config.whole_block else ():
         try:
             plan = plan_site(block.site, config, renamed, repeats)
         except Unplannable:

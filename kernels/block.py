@@ -10,6 +10,9 @@ Where the attention's kernel adds dq' up in float32 (Hopper, head_dim up to 128)
 in the parts it was computed in: one launch instead of two to four, 2 Hq D e bytes a token less, and one rounding less
 (`triton/block_end_kernels.py`).
 
+With `keep` the backward gets q' and k' of the forward: no second run, and as much kept as by two operators but the copy
+of v.
+
 Kept from forward to backward: qkv (or q, k, v), out, lse. Two operators keep q' and k' beside them, and from a packed
 qkv a copy of v, because an operator may not return a view of its input. With e bytes an element that is
 
@@ -68,9 +71,13 @@ str pairing="halves", bool conjugate=False, str mrope_layout="none", int[] mrope
 ScalarType? out_dtype=None, float? scale=None, str causal="none", SymInt window_left=-1, SymInt window_right=-1, \
 float softcap=0.0, bool deterministic=False"""
 SCHEMAS = {
-    NAME: f'({_TENSOR_SCHEMA}, *, {_OPTION_SCHEMA}, str out_order="bshd", str backend="auto") -> (Tensor, Tensor)',
+    NAME: (
+        f"({_TENSOR_SCHEMA}, *, {_OPTION_SCHEMA}, "
+        'bool keep=False, str out_order="bshd", str backend="auto") -> (Tensor, Tensor, Tensor, Tensor)'
+    ),
     f"{NAME}_backward": (
-        f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_TENSOR_SCHEMA}, *, {_OPTION_SCHEMA}, "
+        "(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor? rotated_q, Tensor? rotated_k, "
+        f"{_TENSOR_SCHEMA}, *, {_OPTION_SCHEMA}, "
         'bool[] output_mask, str backend="auto") -> Tensor[]'
     ),
 }
@@ -88,8 +95,12 @@ def norm_rope_attention(
     Either `qkv` `[B, S, (Hq + 2 Hkv) D]`, with `num_heads`, `num_kv_heads`, `head_dim` and `packing`, or `q`
     `[B, S, Hq, D]`, `k` and `v` `[B, S, Hkv, D]`. The other arguments are those of `qk_norm_rope` and of `attention`,
     with their names and defaults (docs/operators.md, docs/attention.md), as are the errors. Differentiable once.
+
+    `keep`: the backward is given the rotated queries and keys of the forward, instead of computing them again. The
+    operator returns them after out and lse (else two empty tensors), without a gradient.
     """
-    return cast(tuple[Tensor, Tensor], getattr(torch.ops.fusion_pass, NAME)(qkv=qkv, q=q, k=k, v=v, **arguments))
+    out, lse, _, _ = getattr(torch.ops.fusion_pass, NAME)(qkv=qkv, q=q, k=k, v=v, **arguments)
+    return out, lse
 
 
 # --- one call -------------------------------------------------------------------------------------------------------
@@ -186,12 +197,18 @@ class _Call:
     # --- backward ---
 
     def backward(
-        self, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, needs: Mapping[str, bool]
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        rotated: tuple[Tensor, Tensor] | None,
+        needs: Mapping[str, bool],
     ) -> list[Tensor]:
-        """The gradients that are needed, in the order of `DIFFERENTIABLE`."""
+        """The gradients that are needed, in the order of `DIFFERENTIABLE`. `rotated`: q' and k', if they were kept."""
         results = self.empty_gradients(needs)
         dq, dk, dv = self._gradient_parts(results)
-        found = self._attention_backward(grad_out, grad_lse, out, lse, needs, (dq, dk, dv))
+        found = self._attention_backward(grad_out, grad_lse, out, lse, rotated, needs, (dq, dk, dv))
         if isinstance(found, Unfinished):
             from .triton import block_end
 
@@ -214,11 +231,12 @@ class _Call:
         grad_lse: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        rotated: tuple[Tensor, Tensor] | None,
         needs: Mapping[str, bool],
         gradients: tuple[Tensor | None, ...],
     ) -> Unfinished | tuple[Tensor | None, ...]:
         """The gradients of q', k', v and the sinks; unfinished where one launch can finish them and turn them back."""
-        q, k = self.rotated()
+        q, k = rotated or self.rotated()
         problem = self.problem(q, k)
         kernel = self.attention_backend("attention_backward", q, k, grad_lse)
         if self._why_apart(kernel, needs) is None:
@@ -365,23 +383,24 @@ def parts(request: registry.Request) -> tuple[registry.Request, registry.Request
 
 
 def _forward(
-    *tensors: Tensor | None, out_order: str = "bshd", backend: str = "auto", **options: Any
-) -> tuple[Tensor, Tensor]:
+    *tensors: Tensor | None, keep: bool = False, out_order: str = "bshd", backend: str = "auto", **options: Any
+) -> tuple[Tensor, ...]:
     one_of("out_order", out_order, OUT_ORDERS)
     call = _Call.of(tensors, options, backend)
     q, k = call.rotated()
-    return cast(
-        tuple[Tensor, Tensor], call.attention_backend("attention", q, k, None).forward(call.problem(q, k), out_order)
-    )
+    out, lse = call.attention_backend("attention", q, k, None).forward(call.problem(q, k), out_order)
+    return (out, lse, q, k) if keep else (out, lse, q.new_empty(0), k.new_empty(0))
 
 
 def _forward_fake(
-    *tensors: Tensor | None, out_order: str = "bshd", backend: str = "auto", **options: Any
-) -> tuple[Tensor, Tensor]:
+    *tensors: Tensor | None, keep: bool = False, out_order: str = "bshd", backend: str = "auto", **options: Any
+) -> tuple[Tensor, ...]:
     one_of("out_order", out_order, OUT_ORDERS)
     call = _Call.of(tensors, options, backend)
-    problem = call.problem(*call.empty_rotated())
-    return problem.empty_out(out_order), problem.empty_lse()
+    q, k = call.empty_rotated()
+    problem = call.problem(q, k)
+    out, lse = problem.empty_out(out_order), problem.empty_lse()
+    return (out, lse, q, k) if keep else (out, lse, q.new_empty(0), k.new_empty(0))
 
 
 def _backward(
@@ -389,13 +408,16 @@ def _backward(
     grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    rotated_q: Tensor | None,
+    rotated_k: Tensor | None,
     *tensors: Tensor | None,
     output_mask: Sequence[bool],
     backend: str = "auto",
     **options: Any,
 ) -> list[Tensor]:
     needs = dict(zip(DIFFERENTIABLE, output_mask, strict=True))
-    return _Call.of(tensors, options, backend).backward(grad_out, grad_lse, out, lse, needs)
+    rotated = None if rotated_q is None or rotated_k is None else (rotated_q, rotated_k)
+    return _Call.of(tensors, options, backend).backward(grad_out, grad_lse, out, lse, rotated, needs)
 
 
 def _backward_fake(
@@ -403,6 +425,8 @@ def _backward_fake(
     grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    rotated_q: Tensor | None,
+    rotated_k: Tensor | None,
     *tensors: Tensor | None,
     output_mask: Sequence[bool],
     backend: str = "auto",
@@ -418,14 +442,19 @@ def _setup_context(
     needed = dict(zip(TENSORS, ctx.needs_input_grad, strict=False))  # arguments at the end may be missing
     if needed.get("mask", False):
         raise NotImplementedError(f"mask requires a gradient, and {NAME} has none for it; leave this site unfused.")
+    out, lse, q, k = output
+    ctx.mark_non_differentiable(q, k)
     ctx.set_materialize_grads(False)
     ctx.output_mask = [needed.get(name, False) for name in DIFFERENTIABLE]
-    ctx.options = {name: value for name, value in keyword_only_inputs.items() if name != "out_order"}
+    ctx.options = {name: value for name, value in keyword_only_inputs.items() if name not in ("keep", "out_order")}
     ctx.num_inputs = len(inputs)
-    ctx.save_for_backward(*output, *inputs)
+    kept = (q, k) if keyword_only_inputs["keep"] else (None, None)
+    ctx.save_for_backward(out, lse, *kept, *inputs)
 
 
-def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autograd_backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     out, lse, *tensors = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)

@@ -38,8 +38,9 @@ class Block:
     attention: Site
 
 
-def blocks(graph: fx.Graph, places: Iterable[Site | Refusal]) -> Iterator[Block]:
-    """Every pair of sites that one operator can replace."""
+def blocks(graph: fx.Graph, places: Iterable[Site | Refusal], *, keep: bool = False) -> Iterator[Block]:
+    """Every pair of sites that one operator can replace. `keep`: it keeps the rotated queries and keys for its
+    backward."""
     sites = [place for place in places if isinstance(place, Site) and place.call.namespace == "fusion_pass"]
     producers = {site.outputs[0].node: site for site in sites if site.call.name in _RESULTS}
     effects: Effects | None = None
@@ -50,7 +51,7 @@ def blocks(graph: fx.Graph, places: Iterable[Site | Refusal]) -> Iterator[Block]
             continue
         effects = effects or Effects(graph)
         if _may_move(effects, norm_rope, attention):
-            yield Block(_joined(norm_rope, attention), norm_rope, attention)
+            yield Block(_joined(norm_rope, attention, keep), norm_rope, attention)
 
 
 def _feeds(norm_rope: Site, attention: Site) -> bool:
@@ -91,7 +92,7 @@ def _may_move(effects: Effects, norm_rope: Site, attention: Site) -> bool:
     )
 
 
-def _joined(norm_rope: Site, attention: Site) -> Site:
+def _joined(norm_rope: Site, attention: Site, keep: bool) -> Site:
     results = _RESULTS[norm_rope.call.name]
     tensors: dict[str, Operand | None] = dict(norm_rope.call.tensors)
     tensors |= {name: operand for name, operand in attention.call.tensors.items() if name not in results}
@@ -99,7 +100,7 @@ def _joined(norm_rope: Site, attention: Site) -> Site:
     return Site(
         FUSION,
         attention.layer,
-        Call(FUSION, tensors, {**options, **attention.call.options}),
+        Call(FUSION, tensors, {**options, **attention.call.options, "keep": keep}),
         attention.outputs,
         norm_rope.region | attention.region,
         attention.anchor,

@@ -283,6 +283,18 @@ def test_the_gradient_is_one_packed_tensor_and_v_is_not_copied(monkeypatch: pyte
     assert seen["dv"].untyped_storage().data_ptr() == dqkv.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_packed", "gpt_oss"])
+def test_the_backward_is_given_what_the_forward_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting.of(CASES[name], torch.float32, torch.device("cpu"))
+    expected = setting.operator(torch.float32, "reference")
+    runs = []
+    rotated = block._Call.rotated
+    monkeypatch.setattr(block._Call, "rotated", lambda call: runs.append(call) or rotated(call))
+    setting.conditions["keep"] = True
+    assert all(map(torch.equal, setting.operator(torch.float32, "reference"), expected))
+    assert len(runs) == 1
+
+
 @pytest.mark.parametrize("kept", ["q_weight", "v", "cos", "q", "sinks"])
 def test_only_the_gradients_that_are_needed(kept: str) -> None:
     case = Case(sinks=True)

@@ -98,6 +98,19 @@ def test_training_step(name: str, dtype: torch.dtype) -> None:
     assert called == {f"fusion_pass.{JOINED}.default", f"fusion_pass.{JOINED}_backward.default"}
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_fused_qkv"])
+def test_training_step_that_keeps_the_rotated(name: str) -> None:
+    """The backward has q and k of the forward: norm + rotation is computed once. A copy of the values is not kept."""
+    module, inputs = zoo.build(name)
+    kept, results = {}, {}
+    for label, settings in (("apart", {"whole_block": False}), ("joined", {"whole_block": True, "keep_rotated": True})):
+        model, _, compiler = compiled(module, **settings)
+        results[label], kept[label] = step(model, module, inputs), compiler.kept_bytes
+    assert_no_worse(results["joined"], step(module, module, inputs), exact_step(module, inputs), 1.2e-7)
+    batch, tokens = next(iter(inputs.values())).shape[:2]
+    assert kept["apart"] - kept["joined"] == (batch * tokens * 2 * 16 * 4 if name == "qwen3_fused_qkv" else 0)
+
+
 @pytest.mark.parametrize(("name", "packed"), [("qwen3", False), ("qwen3_fused_qkv", True)])
 def test_less_is_kept_for_the_backward(name: str, packed: bool) -> None:
     """In the compiled step: the rotated queries and keys, and from a packed projection a copy of the values."""
