@@ -115,7 +115,7 @@ SHAPES = [
     Shape("head_dim 96 32+8 fp16", 32, 8, 96, packed=True, rotary_dim=96, dtype=torch.float16),
 ]
 DEVICE = "cuda"
-BACKENDS = ("triton", "cuda")
+BACKENDS = ("auto", "triton", "cuda")
 QUICK = ("packed MRoPE 32+8", "packed MRoPE 16+2", "Qwen3-8B 32+8")
 TOKENS = (1, 16, 256, 1024, 4096, 16384, 65536)
 
@@ -184,22 +184,38 @@ def fused(
 
 
 def liger(shape: Shape) -> Callable[..., tuple[Tensor, ...]] | None:
-    """Liger-Kernel's RMSNorm and RoPE, where they compute the same."""
+    """Liger-Kernel's RMSNorm and RoPE or MRoPE, where they compute the same; v of a packed projection stays a view."""
     norms = {"rms": (0.0, "llama"), "rms_one_plus": (1.0, "gemma")}
-    same = not shape.packed and shape.norm in norms and shape.norm_scope == "head" and shape.full_width
-    if not same:
+    sectioned = shape.mrope_layout == "sectioned"
+    rotates = sectioned or (shape.mrope_layout == "none" and shape.full_width and not shape.packed)
+    if shape.norm not in norms or shape.norm_scope != "head" or shape.pairing != "halves" or not rotates:
         return None
     offset, casting = norms[shape.norm]
     try:
+        from liger_kernel.ops.qwen2vl_mrope import LigerQwen2VLMRopeFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
     except ImportError:
         return None
+    widened: dict[int, Tensor] = {}
+
+    def wide(table: Tensor) -> Tensor:
+        """One entry a lane, as Liger takes tables; made once, outside of what is timed."""
+        return widened.setdefault(id(table), torch.cat((table, table), -1))
 
     def run(_: Shape, x: Sequence[Tensor], cos: Tensor, sin: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        rest: tuple[Tensor, ...] = ()
+        if shape.packed:
+            heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+            *x, v = x[0].unflatten(-1, (-1, shape.head_dim)).split(heads, 2)
+            rest = (v,)
         q, k = (LigerRMSNormFunction.apply(t, w, 1e-6, offset, casting, False) for t, w in zip(x, weights, strict=True))
-        result: tuple[Tensor, ...] = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return result
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if sectioned:
+            q, k = LigerQwen2VLMRopeFunction.apply(q, k, wide(cos), wide(sin), list(shape.mrope_section))
+        else:
+            q, k = LigerRopeFunction.apply(q, k, cos, sin)
+        return q, k, *rest
 
     return run
 
@@ -316,19 +332,23 @@ def benchmark(
     return rows
 
 
-def compile_case(job: tuple[Shape, int]) -> None:
-    """Put Inductor's code and our kernels for one shape and size into the caches on disk; in a process of its own."""
-    shape, tokens = job
+def compile_case(job: tuple[Shape, int, Sequence[str]]) -> None:
+    """Put what will be measured of one shape and size into the caches on disk; in a process of its own."""
+    shape, tokens, names = job
     configure()
     data = make_data(shape, tokens)
     arguments = (shape, data.x, data.cos, data.sin, data.weights)
     inputs = [t for t in (*data.x, *data.weights) if t is not None]
     torch._dynamo.reset()
-    for run in (fused, torch.compile(formula, dynamic=False)):
-        with torch.no_grad():
-            run(*arguments)
-        outputs = run(*arguments)
-        torch.autograd.grad(outputs, inputs, [torch.randn_like(o) for o in outputs])
+    runs: list[Callable[..., tuple[Tensor, ...]]] = [partial(fused, backend=name) for name in names if name in BACKENDS]
+    if "inductor" in names:
+        runs.append(torch.compile(formula, dynamic=False))
+    for run in runs:
+        with contextlib.suppress(NotImplementedError):
+            with torch.no_grad():
+                run(*arguments)
+            outputs = run(*arguments)
+            torch.autograd.grad(outputs, inputs, [torch.randn_like(o) for o in outputs])
 
 
 def configure() -> None:
@@ -352,7 +372,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--only", nargs="+", help="names of shapes")
     parser.add_argument("--baselines", nargs="*", default=["eager", "inductor"], help="also back ends: triton, cuda")
-    parser.add_argument("--backend", choices=("auto", *BACKENDS), default="auto", help="the back end that is measured")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="the back end that is measured")
     parser.add_argument("--processes", type=int, default=0, help="compile in so many processes first")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return parser.parse_args()
@@ -363,7 +383,9 @@ def main(arguments: argparse.Namespace) -> None:
     configure()
     chosen = arguments.only or (QUICK if arguments.quick else [shape.name for shape in SHAPES])
     if arguments.processes:
-        jobs = [(shape, tokens) for shape in SHAPES if shape.name in chosen for tokens in arguments.tokens]
+        names = (arguments.backend, *arguments.baselines)
+        # Shapes side by side: most of what one size compiles, the next finds.
+        jobs = [(s, tokens, names) for tokens in arguments.tokens for s in SHAPES if s.name in chosen]
         with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_case, jobs))
     bandwidth = copy_bandwidth()
