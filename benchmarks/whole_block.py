@@ -1,10 +1,10 @@
 """Norm + rotation + attention of one layer as one operator and as two: `python -m benchmarks.whole_block`.
 
-A training step (forward and backward, bf16, causal) of `norm_rope_attention`, as it is, with the rotated queries and
-keys kept for the backward, and with the backward ended by the kernels of its parts instead of one launch, against `qk_norm_rope` (from a packed projection `qkv_norm_rope`) followed by
-`attention`, with the kernels that are chosen by themselves; and what the forward keeps for the backward beside its
-inputs. Each is a CUDA graph, and they are replayed in turn. Qwen3-8B: 32 query and 8 key heads of 128;
-Qwen2-VL-2B: 12 and 2; and 32 heads without grouping. Needs a GPU.
+A training step (forward and backward, bf16, causal) of `norm_rope_attention` - as it is, with the rotated queries and
+keys kept for the backward, and with the backward ended by the kernels of its parts instead of one launch - against
+`qk_norm_rope` (from a packed projection `qkv_norm_rope`) followed by `attention`, with the kernels that are chosen by
+themselves; and what the forward keeps for the backward beside its inputs. Each is a CUDA graph, and they are replayed
+in turn. Qwen3-8B: 32 query and 8 key heads of 128; Qwen2-VL-2B: 12 and 2; and 32 heads without grouping. Needs a GPU.
 """
 
 from __future__ import annotations
