@@ -79,7 +79,7 @@ def measure(device: torch.device, launches: Callable[[str], Sequence[Work] | Non
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in NAMES}
         for _ in range(ROUNDS):
             for name in NAMES:
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 flushed.zero_()
                 start.record()
                 for launch, addresses in bound[name]:
