@@ -12,7 +12,7 @@ from ..attention_problem import Unfinished
 from ..options import Options
 from ..streams import Gradients, GradStream, Tables, arithmetic_dtype
 from .block_end_kernels import end_kernel
-from .norm_rope import _ACC, _device_facts, _Geometry, _launch, _Layout, _reduce, _site
+from .norm_rope import _ACC, _device_facts, _Geometry, _launch, _Layout, _overlaps, _reduce, _site
 from .norm_rope_tiles import Choice, _tiles, next_power_of_2
 
 CHOICE = Choice(heads=4, elements=16, warps=4, registers=128)
@@ -130,6 +130,7 @@ def finish(
         "BHK": tiles.k_heads,
         "V_DIM": unfinished.dv.shape[3],
         "V_PAD": next_power_of_2(unfinished.dv.shape[3]),
+        "OVERLAPS": partial is not None and _overlaps(device),
     }
     grid = walkers[0] * q_tiles + (walkers[1] + walkers[2]) * k_tiles
     _launch(end_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)

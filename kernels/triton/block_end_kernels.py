@@ -170,9 +170,12 @@ def end_kernel(
     NORM_FIRST: tl.constexpr, EPS: tl.constexpr, HAS_QW: tl.constexpr, HAS_KW: tl.constexpr, HAS_X: tl.constexpr,
     NEEDS_QW: tl.constexpr, NEEDS_KW: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
     WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, V_DIM: tl.constexpr,
-    V_PAD: tl.constexpr,
+    V_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Each head tile of q has `q_walkers` programs, of k `k_walkers`, of v `v_walkers`; those of q come first."""
+    """Each head tile of q has `q_walkers` programs, of k `k_walkers`, of v `v_walkers`; those of q come first.
+    OVERLAPS: the reduction may be set up meanwhile."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     Q_TILES: tl.constexpr = (HQ + BHQ - 1) // BHQ
     K_TILES: tl.constexpr = (HK + BHK - 1) // BHK
     program = tl.program_id(0)
