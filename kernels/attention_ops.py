@@ -6,7 +6,9 @@ The forward returns (out, lse) and the backward needs nothing else of it, so the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,6 +17,9 @@ from torch import Tensor
 from . import registry
 from .attention_problem import CAUSAL, AttentionBackend, Problem, resolve
 from .options import FLOAT_DTYPES, INTEGER_DTYPES, OUT_ORDERS, check_device, one_of
+from .recording import Recording
+from .registration import Differentiable, register
+from .replay import Replay
 
 NAMESPACE = "fusion_pass"
 
@@ -41,6 +46,8 @@ SCHEMAS = {
 _DIFFERENTIABLE = (0, 1, 2, 4)
 _MASK = 3
 _NUM_TENSORS = 9
+_NUM_GRADIENTS = 4
+"""Arguments of `attention_backward` before those: grad_out, grad_lse, out and lse."""
 
 
 def attention(
@@ -70,31 +77,20 @@ def attention(
     gives 0, lse = -inf and no gradient. Differentiable once, in q, k, v and sinks, through out and lse. See
     `docs/attention.md` for every argument.
     """
-    return cast(
-        tuple[Tensor, Tensor],
-        torch.ops.fusion_pass.attention(
-            q,
-            k,
-            v,
-            mask,
-            sinks,
-            q_segment_ids,
-            k_segment_ids,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            scale=scale,
-            causal=causal,
-            window_left=window_left,
-            window_right=window_right,
-            softcap=softcap,
-            deterministic=deterministic,
-            out_order=out_order,
-            backend=backend,
-        ),
-    )
+    tensors = (q, k, v, mask, sinks, q_segment_ids, k_segment_ids, cu_seqlens_q, cu_seqlens_k)
+    options = (scale, causal, window_left, window_right, softcap, deterministic, out_order, backend)
+    out, lse = _OPERATOR(tensors, options)
+    return out, lse
 
 
 # --- checks ---
+
+
+def check_call(tensors: Sequence[Tensor | None], options: Mapping[str, Any]) -> None:
+    """`check` of the arguments as the operator has them."""
+    given = with_defaults(dict(options))
+    limits = (given[name] for name in ("causal", "window_left", "window_right", "softcap"))
+    check(*tensors, *limits)  # type: ignore[arg-type]
 
 
 def check(
@@ -284,52 +280,87 @@ def choose_backend(
     return cast(AttentionBackend, choice.kernel.load())
 
 
-# --- registration ---
+# --- calls ---
 
 
-def _forward(
-    *tensors: Tensor | None, out_order: str = "bshd", backend: str = "auto", **options: Any
-) -> tuple[Tensor, Tensor]:
+@dataclass(slots=True)
+class _Forward:
+    """A call of `attention`. See `registration.Planned`."""
+
+    tensors: tuple[Tensor | None, ...]
+    out_order: str
+    backend: str
+    options: dict[str, Any]
+    recording: Recording | None = None
+
+    def run(self) -> list[Tensor]:
+        check_call(self.tensors, self.options)
+        kernel = choose_backend("attention", self.backend, self.tensors, None, with_defaults(self.options))
+        with _watching(kernel, self.tensors) as self.recording:
+            problem = problem_of(*self.tensors, **self.options)  # type: ignore[arg-type]
+            return list(kernel.forward(problem, self.out_order))
+
+    def replay(self, arguments: Sequence[Tensor | None], results: Sequence[Tensor]) -> Replay | None:
+        return None if self.recording is None else self.recording.replay(results)
+
+    def fake(self) -> list[Tensor]:
+        problem = problem_of(*self.tensors, **self.options)  # type: ignore[arg-type]
+        return [problem.empty_out(self.out_order), problem.empty_lse()]
+
+
+@dataclass(slots=True)
+class _Backward:
+    """A call of `attention_backward`: `gradients` are grad_out, grad_lse, out and lse. See `registration.Planned`."""
+
+    gradients: tuple[Tensor | None, ...]
+    tensors: tuple[Tensor | None, ...]
+    output_mask: Sequence[bool]
+    backend: str
+    options: dict[str, Any]
+    recording: Recording | None = None
+
+    def run(self) -> list[Tensor]:
+        check_call(self.tensors, self.options)
+        grad_out, grad_lse, out, lse = self.gradients
+        assert grad_out is not None
+        assert out is not None
+        assert lse is not None
+        options = with_defaults(self.options)
+        kernel = choose_backend("attention_backward", self.backend, self.tensors, grad_lse, options)
+        with _watching(kernel, (*self.gradients, *self.tensors)) as self.recording:
+            problem = problem_of(*self.tensors, **self.options)  # type: ignore[arg-type]
+            found = kernel.backward(problem, grad_out, grad_lse, out, lse, self.output_mask)
+            return [gradient.contiguous() for gradient in found if gradient is not None]
+
+    def replay(self, arguments: Sequence[Tensor | None], results: Sequence[Tensor]) -> Replay | None:
+        return None if self.recording is None else self.recording.replay(results)
+
+    def fake(self) -> list[Tensor]:
+        inputs = [self.tensors[index] for index in _DIFFERENTIABLE]
+        needed = (x for x, wanted in zip(inputs, self.output_mask, strict=True) if wanted)
+        return [x.new_empty(x.shape) for x in needed if x is not None]
+
+
+@contextlib.contextmanager
+def _watching(kernel: AttentionBackend, arguments: Sequence[Tensor | None]) -> Iterator[Recording | None]:
+    """A recording of what is done inside, for a back end that may be repeated."""
+    if not getattr(kernel, "REPEATABLE", False) or torch._C._len_torch_dispatch_stack():
+        yield None
+        return
+    with Recording(arguments) as recording:
+        yield recording
+
+
+def _plan(*tensors: Tensor | None, out_order: str = "bshd", backend: str = "auto", **options: Any) -> _Forward:
     one_of("out_order", out_order, OUT_ORDERS)
-    problem = problem_of(*tensors, **options)  # type: ignore[arg-type]
-    return choose_backend("attention", backend, tensors, None, with_defaults(options)).forward(problem, out_order)
+    return _Forward((*tensors, *(None,) * (_NUM_TENSORS - len(tensors))), out_order, backend, options)
 
 
-def _forward_fake(
-    *tensors: Tensor | None, out_order: str = "bshd", backend: str = "auto", **options: Any
-) -> tuple[Tensor, Tensor]:
-    one_of("out_order", out_order, OUT_ORDERS)
-    problem = problem_of(*tensors, **options)  # type: ignore[arg-type]
-    return problem.empty_out(out_order), problem.empty_lse()
-
-
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *tensors: Tensor | None,
-    output_mask: Sequence[bool],
-    backend: str = "auto",
-    **options: Any,
-) -> list[Tensor]:
-    problem = problem_of(*tensors, **options)  # type: ignore[arg-type]
-    kernel = choose_backend("attention_backward", backend, tensors, grad_lse, with_defaults(options))
-    gradients = kernel.backward(problem, grad_out, grad_lse, out, lse, output_mask)
-    return [g.contiguous() for g in gradients if g is not None]
-
-
-def _backward_fake(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *tensors: Tensor | None,
-    output_mask: Sequence[bool],
-    **options: Any,
-) -> list[Tensor]:
-    inputs = (tensors[i] if i < len(tensors) else None for i in _DIFFERENTIABLE)
-    return [x.new_empty(x.shape) for x, needed in zip(inputs, output_mask, strict=True) if needed and x is not None]
+def _grad_plan(
+    *tensors: Tensor | None, output_mask: Sequence[bool], backend: str = "auto", **options: Any
+) -> _Backward:
+    tensors = (*tensors, *(None,) * (_NUM_GRADIENTS + _NUM_TENSORS - len(tensors)))
+    return _Backward(tensors[:_NUM_GRADIENTS], tensors[_NUM_GRADIENTS:], output_mask, backend, options)
 
 
 def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
@@ -338,47 +369,24 @@ def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     return {**defaults, "deterministic": False, **options}
 
 
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
-) -> None:
-    needs = ctx.needs_input_grad  # trailing arguments left at their default are missing
-    if len(needs) > _MASK and needs[_MASK]:
-        raise NotImplementedError("mask requires a gradient, and attention has none for it; leave this site unfused.")
-    ctx.set_materialize_grads(False)
-    ctx.output_mask = [i < len(needs) and needs[i] for i in _DIFFERENTIABLE]
-    ctx.options = {name: value for name, value in keyword_only_inputs.items() if name != "out_order"}
-    ctx.num_inputs = len(inputs)
-    ctx.save_for_backward(*output, *inputs)
+# --- registration ---
 
 
-def _autograd_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    result: list[Tensor | None] = [None] * _NUM_TENSORS
-    out, lse, *tensors = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    gradients = iter(
-        torch.ops.fusion_pass.attention_backward(
-            grad_out, grad_lse, out, lse, *tensors, output_mask=ctx.output_mask, **ctx.options
-        )
-    )
-    for index, needed in zip(_DIFFERENTIABLE, ctx.output_mask, strict=True):
-        if needed:
-            result[index] = next(gradients)
-    return tuple(result[: ctx.num_inputs])
+def _settings() -> tuple[object, ...]:
+    """What the choice of a kernel depends on besides the call."""
+    return torch._C._get_deterministic_algorithms(), torch._C._get_cudnn_sdp_enabled()
 
 
-def _no_double_backward(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(
-        "attention cannot be differentiated twice: its backward is a hand-written kernel. Leave this site unfused."
-    )
-
-
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-for _name, _real, _fake in (("attention", _forward, _forward_fake), ("attention_backward", _backward, _backward_fake)):
-    _library.define(_name + SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(_name, _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    f"{NAMESPACE}::attention", _autograd_backward, setup_context=_setup_context, lib=_library
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPERATOR = register(
+    _LIBRARY,
+    "attention",
+    (SCHEMAS["attention"], SCHEMAS["attention_backward"]),
+    (_plan, _grad_plan),
+    Differentiable(
+        _DIFFERENTIABLE,
+        saves_results=True,
+        refused={_MASK: "mask requires a gradient, and attention has none for it; leave this site unfused."},
+    ),
+    _settings,
 )
-torch.library.register_autograd(f"{NAMESPACE}::attention_backward", _no_double_backward, lib=_library)

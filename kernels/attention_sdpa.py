@@ -11,6 +11,9 @@ from .attention_problem import Problem
 
 _aten = torch.ops.aten
 
+REPEATABLE = True
+"""See `recording.py`."""
+
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     """(out, lse); see `AttentionBackend`. cuDNN gives out the memory order of q; the other order costs a copy."""

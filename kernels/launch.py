@@ -7,8 +7,9 @@ keeps the grid, the numbers and the compile-time arguments; what remains of a ca
     launch = Launch(kernel, grid, device, dtypes, numbers, constants, num_warps=4)  # once per shape, kept by the caller
     launch(addresses)                                                               # every call
 
-The first call goes through Triton as usual and yields the compiled kernel. Later calls hand it straight to Triton's own
-launcher, on the current stream, so CUDA graphs capture them like any other launch.
+The first call goes through Triton as usual and yields the compiled kernel. Later calls hand it straight to the driver
+(`driver_launch.py`), or to Triton's own launcher, on the current stream, so CUDA graphs capture them like any other
+launch.
 
 Triton specialises a kernel on: the dtype of every pointer and whether it is a multiple of 16; whether an integer is 1
 or a multiple of 16, and its width; the compile-time arguments; num_warps and the like; the device. Here all of these
@@ -31,6 +32,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
+
+from . import recording
+from .driver_launch import ADDRESS, driver_launch
 
 Grid = tuple[int, ...]
 
@@ -91,6 +95,7 @@ class Launch:
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch on the current stream of the device. `addresses`: one a pointer."""
+        recording.launched(self, addresses)
         if self._index >= 0 and _current_device() != self._index:
             with torch.cuda.device(self._index):
                 self.here(addresses)
@@ -114,12 +119,13 @@ class Launch:
         if self.repeatable:
             self([tensor.data_ptr() for tensor in tensors])
         else:
+            recording.launched(self, ())
             self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
 
     def _through_triton(self, addresses: Sequence[int], aligned: bool) -> None:
         pointers = map(Address, addresses, self._dtypes)
         compiled = self._kernel[self._grid](*pointers, *self._numbers, **self._constants, **self._options)
-        run = _direct_launch(compiled, self._grid, self._index, self._tail) if self.repeatable else None
+        run = _direct_launch(compiled, self._grid, self._index, len(addresses), self._tail) if self.repeatable else None
         if run is None:
             return
         if aligned:
@@ -128,8 +134,10 @@ class Launch:
             self._variants[tuple(address % _ALIGNMENT == 0 for address in addresses)] = run
 
 
-def _direct_launch(compiled: Any, grid: Grid, index: int, tail: Sequence[Any]) -> Callable[..., None] | None:
-    """A function that launches with the arguments it is given and `tail` after them, or None where this Triton's
+def _direct_launch(
+    compiled: Any, grid: Grid, index: int, pointers: int, tail: Sequence[Any]
+) -> Callable[..., None] | None:
+    """A function that launches with the addresses it is given and `tail` after them, or None where this Triton's
     launcher is another."""
     if driver.active.get_current_target().backend != "cuda":
         return None
@@ -139,9 +147,12 @@ def _direct_launch(compiled: Any, grid: Grid, index: int, tail: Sequence[Any]) -
         return None
     x, y, z = (*grid, 1, 1)[:3]
     current_stream = driver.active.get_current_stream
+    by_driver = driver_launch(compiled, grid, (*(ADDRESS,) * pointers, *tail))
 
-    def launch(arguments: Sequence[Any]) -> None:
-        run(x, y, z, current_stream(index), function, metadata, None, None, None, *arguments, *tail)
+    def launch(addresses: Sequence[int]) -> None:
+        stream = current_stream(index)
+        if by_driver is None or not by_driver(stream, addresses):
+            run(x, y, z, stream, function, metadata, None, None, None, *addresses, *tail)
 
     return launch
 

@@ -10,7 +10,7 @@ arguments. Gradients are dense and contiguous whatever the strides of the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from .options import (
     one_of,
 )
 from .registration import Differentiable, Operator, register
-from .replay import Work
+from .replay import Replay, Work
 from .streams import Backend, Copy, Counted, Gradients, GradStream, Stream, Tables, fold_table_gradient
 
 NAMESPACE = "fusion_pass"
@@ -98,6 +98,10 @@ class Plan:
             self.works = chosen.forward(self.streams, tables, self.options, self.copy)
         return self.fake()
 
+    def replay(self, arguments: Sequence[Tensor | None], results: Sequence[Tensor]) -> Replay | None:
+        """See `registration.Planned`."""
+        return Replay.of(arguments, results, self.scratch, self.works)
+
     def fake(self) -> list[Tensor]:
         """The results, as they are."""
         return list(self.results)
@@ -130,6 +134,10 @@ class GradPlan:
             self.works, self.scratch = None if needs_tables else gradients.works, gradients.scratch
             return self._collect(gradients)
         return [torch.zeros_like(gradient) for gradient in self.fake()]
+
+    def replay(self, arguments: Sequence[Tensor | None], results: Sequence[Tensor]) -> Replay | None:
+        """See `registration.Planned`."""
+        return Replay.of(arguments, results, self.scratch, self.works)
 
     def fake(self) -> list[Tensor]:
         """Unfilled gradients of the right shapes, dtypes and strides."""
@@ -497,15 +505,29 @@ def _rope_grad_plan(
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
+def _differentiable(inputs: int, parameters: int, integers: int = 1) -> Differentiable:
+    """Of an operator whose arguments are `inputs` streams, cos, sin, `integers` that have no gradient (positions and
+    the like), and `parameters` of norms."""
+    tables = inputs, inputs + 1
+
+    def linear(options: Mapping[str, Any], needed: Mapping[int, bool]) -> bool:
+        # A rotation alone is linear: its input need not outlive the forward.
+        return options.get("norm", "none") == "none" and not any(needed[index] for index in tables)
+
+    first = inputs + 2 + integers
+    indices = *range(inputs + 2), *range(first, first + parameters)
+    return Differentiable(indices, inputs=inputs, linear=linear)
+
+
 def _register(
-    name: str, plan: Callable[..., Plan], grad_plan: Callable[..., GradPlan], arguments: Differentiable
+    name: str, plan: Callable[..., Plan], grad_plan: Callable[..., GradPlan], differentiable: Differentiable
 ) -> Operator:
-    return register(LIBRARY, name, (SCHEMAS[name], SCHEMAS[f"{name}_backward"]), plan, grad_plan, arguments)
+    return register(LIBRARY, name, (SCHEMAS[name], SCHEMAS[f"{name}_backward"]), (plan, grad_plan), differentiable)
 
 
 OPERATORS = {
-    "qkv_norm_rope": _register("qkv_norm_rope", _qkv_plan, _qkv_grad_plan, Differentiable(inputs=1, parameters=4)),
-    "qk_norm_rope": _register("qk_norm_rope", _qk_plan, _qk_grad_plan, Differentiable(inputs=2, parameters=4)),
-    "norm_rope": _register("norm_rope", _plan, _grad_plan, Differentiable(inputs=1, parameters=2)),
-    "rope": _register("rope", _rope_plan, _rope_grad_plan, Differentiable(inputs=1, parameters=0, integers=3)),
+    "qkv_norm_rope": _register("qkv_norm_rope", _qkv_plan, _qkv_grad_plan, _differentiable(inputs=1, parameters=4)),
+    "qk_norm_rope": _register("qk_norm_rope", _qk_plan, _qk_grad_plan, _differentiable(inputs=2, parameters=4)),
+    "norm_rope": _register("norm_rope", _plan, _grad_plan, _differentiable(inputs=1, parameters=2)),
+    "rope": _register("rope", _rope_plan, _rope_grad_plan, _differentiable(inputs=1, parameters=0, integers=3)),
 }

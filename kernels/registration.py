@@ -4,7 +4,8 @@ A call reaches the kernel by one of three ways, with the same result:
 
     torch.ops       schema check, autograd key (`Operator.autograd`), then `Operator.forward`. The dispatcher takes
                     more time to convert the arguments than a launch takes.
-    Operator(...)   what `functional.py` calls. In plain eager mode, for shapes that were seen, straight to the replay
+    the short way   `Operator(...)`, which the Python functions call, and `torch.ops.fusion_pass.<name>.default(...)`,
+                    which Inductor's code calls. In plain eager mode, for shapes that were seen, straight to the replay
                     of the earlier call; all else (tracing, modes, subclasses, a profiler, new shapes) takes the way
                     above.
     the fake        stops after planning.
@@ -15,7 +16,7 @@ The backward is an operator too (`<name>_backward`), so AOTAutograd traces it li
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,90 +24,159 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
 from . import registry
-from .replay import Key, Replay, Work, call_key
+from .replay import Key, Replay, call_key
+from .same_call import same_call
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _BACKENDS = frozenset({DispatchKey.CPU, DispatchKey.CUDA})
 _KEPT_REPLAYS = 4096
+_RECENT = 4
+"""Calls of the same options and other shapes that are compared with a call before its key is made."""
 _operators: list[Operator] = []
+_is_grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled
 
 
 class Planned(Protocol):
     """A checked call whose results are allocated."""
 
-    scratch: Sequence[Tensor]
-    """After `run`: what else the call allocated for its launches."""
-    works: Sequence[Work] | None
-    """After `run`: the launches, if repeating them repeats the call."""
-
     def run(self) -> list[Tensor]:
         """Fill the results and return them."""
+
+    def replay(self, arguments: Sequence[Tensor | None], results: Sequence[Tensor]) -> Replay | None:
+        """After `run`, which returned `results`: how to make the call again, if that is possible."""
 
     def fake(self) -> list[Tensor]:
         """The results, unfilled."""
 
 
+def no_state() -> tuple[object, ...]:
+    """Of an operator whose kernels do the same whatever the settings of the process are."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Differentiable:
-    """Where the differentiable arguments of an operator stand: `inputs` are the streams' tensors, then cos, sin,
-    weights and biases.
+    """How an operator is differentiated: its backward takes the gradients of the results, then what was saved."""
 
-    `positions` and the other integer tensors are passed on to the backward and have no gradient.
-    """
-
-    inputs: int
-    parameters: int
-    integers: int = 1
-
-    def indices(self) -> list[int]:
-        first_parameter = self.inputs + 2 + self.integers
-        return [*range(self.inputs + 2), *range(first_parameter, first_parameter + self.parameters)]
+    indices: tuple[int, ...]
+    """Positions of the differentiable arguments, in the order of `output_mask` and of the backward's results."""
+    saves_results: bool = False
+    """The results are saved, before the arguments. A result may then have no gradient; the first one gets zeros."""
+    inputs: int = 0
+    """So many arguments, the first ones, are not saved if the call is `linear` in them."""
+    linear: Callable[[Mapping[str, Any], Mapping[int, bool]], bool] = lambda options, needed: False
+    """By options, and which arguments need a gradient."""
+    refused: Mapping[int, str] = field(default_factory=dict)
+    """Arguments that have no gradient, by position, with the sentence that says so."""
 
 
 class Operator:
-    """One operator. `plan` checks a call and allocates its results."""
+    """One operator. `plan` checks a call and allocates its results. `state`: settings of the process that a plan
+    depends on."""
 
     def __init__(
-        self, library: torch.library.Library, name: str, schema: str, plan: Callable[..., Planned], returns_list: bool
+        self,
+        library: torch.library.Library,
+        name: str,
+        schema: str,
+        plan: Callable[..., Planned],
+        returns_list: bool,
+        state: Callable[[], tuple[object, ...]] = no_state,
     ) -> None:
         self.name = name
         self._plan = plan
         self._returns_list = returns_list
+        self._state = state
         self._replays: dict[Key, Replay] = {}
+        self._recent: dict[Key, tuple[Recent, ...]] = {}
         self.function: type[torch.autograd.Function] | None = None
+        self.describe: Callable[..., Recorded] | None = None
+        self._apply: Callable[..., Any] | None = None
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         self.overload = getattr(getattr(torch.ops, library.ns), name).default
         arguments = self.overload._schema.arguments
-        self._positional = sum(not a.kwarg_only for a in arguments)
+        self._names = [a.name for a in arguments if not a.kwarg_only]
         self.defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
         library.impl(name, self.forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         library.impl(name, self.autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"{library.ns}::{name}", self.fake, lib=library)
+        self._through_dispatcher = self.overload._op
+        self.overload._op = self._from_overload
         _operators.append(self)
 
     def __call__(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Any:
         """As `torch.ops.fusion_pass.<name>(*tensors, **options)`; `values`: of all options, in the schema's order."""
-        if torch.compiler.is_compiling() or not plain(tensors):
+        if torch.compiler.is_compiling():
             return self.overload(*tensors, **dict(zip(self.defaults, values, strict=True)))
-        replay = self._replays.get((registry.generation(), call_key(tensors, values)))
-        if replay is None:
-            return self.overload(*tensors, **dict(zip(self.defaults, values, strict=True)))
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-            assert self.function is not None
-            return self.function.apply(replay, values, *tensors)  # type: ignore[no-untyped-call]
-        return self._returned(replay(tensors))
+        recent = self._recall(tensors, values)
+        if recent is None:
+            return self._through_dispatcher(*tensors, **dict(zip(self.defaults, values, strict=True)))
+        return self._repeat(recent, tensors)
+
+    def _from_overload(self, *args: Any, **options: Any) -> Any:
+        """`torch.ops.fusion_pass.<name>.default(*args, **options)`."""
+        if len(args) <= len(self._names) and options.keys() <= self.defaults.keys():
+            tensors = self.padded(args)
+            recent = self._recall(tensors, self.values(options))
+            if recent is not None:
+                return self._repeat(recent, tensors)
+        return self._through_dispatcher(*args, **options)
+
+    def _recall(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Recent | None:
+        """The same call as it was made before, if this one is made in plain eager mode."""
+        if not plain_mode():
+            return None
+        key = (
+            values, registry.generation(), _is_grad_enabled(), self._state(), *[tensor is None for tensor in tensors],
+        )  # fmt: skip
+        present = [tensor for tensor in tensors if tensor is not None]
+        recents = self._recent.get(key, ())
+        for recent in recents:
+            if recent.same(*present):
+                return recent if recent.replay.takes(tensors) else None
+        if not all(type(tensor) in _PLAIN_TYPES for tensor in present):
+            return None
+        replay = self._replays.get(self._key(tensors, values))
+        if replay is None or not replay.takes(tensors):
+            return None
+        recent = Recent(same_call(present), replay, self._recorded(tensors, values, replay))
+        if len(self._recent) >= _KEPT_REPLAYS:
+            self._recent.clear()
+        self._recent[key] = (recent, *recents[: _RECENT - 1])
+        return recent
+
+    def _repeat(self, recent: Recent, tensors: Sequence[Tensor | None]) -> Any:
+        if recent.recorded is None:
+            return self._returned(recent.replay(tensors))
+        assert self._apply is not None
+        return self._apply(recent.recorded, *tensors)
+
+    def _recorded(
+        self, args: Sequence[Tensor | None], values: tuple[Any, ...], way: DispatchKeySet | Replay
+    ) -> Recorded | None:
+        """What autograd records of the call; None where it records nothing."""
+        if not (_is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return None
+        assert self.describe is not None
+        return self.describe(args, values, way)
+
+    def differentiate_by(self, function: type[torch.autograd.Function], describe: Callable[..., Recorded]) -> None:
+        """Set the gradient: `function` takes what `describe(args, values, way)` gives, and then the arguments."""
+        self.function, self.describe = function, describe
+        # `Function.apply` looks for functorch's wrappers, which are not there in plain mode.
+        self._apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def forward(self, *args: Tensor | None, **options: Any) -> Any:
         """The kernel behind all dispatch keys."""
         args = self.padded(args)
-        key = (registry.generation(), call_key(args, self.values(options)))
+        key = self._key(args, self.values(options))
         replay = self._replays.get(key)
-        if replay is not None:
+        if replay is not None and replay.takes(args):
             return self._returned(replay(args))
         with torch._C._AutoDispatchBelowAutograd():
             planned = self._plan(*args, **options)
             results = planned.run()
-            replay = Replay.of(args, results, planned.scratch, planned.works)
+            replay = planned.replay(args, results)
         if replay is not None:
             if len(self._replays) >= _KEPT_REPLAYS:
                 self._replays.clear()
@@ -123,10 +193,12 @@ class Operator:
         below = keyset & torch._C._after_autograd_keyset
         way: DispatchKeySet | Replay = below
         if below.highestPriorityTypeId() in _BACKENDS:
-            way = self._replays.get((registry.generation(), call_key(args, values))) or below
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            replay = self._replays.get(self._key(args, values))
+            way = replay if replay is not None and replay.takes(args) else below
+        recorded = self._recorded(args, values, way)
+        if recorded is not None:
             assert self.function is not None
-            return self.function.apply(way, values, *args)  # type: ignore[no-untyped-call]
+            return self.function.apply(recorded, *args)  # type: ignore[no-untyped-call]
         return self.run(way, values, args)
 
     def run(self, way: DispatchKeySet | Replay, values: tuple[Any, ...], args: Sequence[Tensor | None]) -> Any:
@@ -147,7 +219,15 @@ class Operator:
 
     def padded(self, args: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """All positional arguments: callers and the dispatcher leave out those at the end that are None."""
-        return (*args, *(None,) * (self._positional - len(args)))
+        return (*args, *(None,) * (len(self._names) - len(args)))
+
+    def forget(self) -> None:
+        """Plan every call anew."""
+        self._replays.clear()
+        self._recent.clear()
+
+    def _key(self, args: Sequence[Tensor | None], values: tuple[Any, ...]) -> Key:
+        return (registry.generation(), self._state(), call_key(args, values))
 
     def _returned(self, results: list[Tensor]) -> Any:
         if self._returns_list:
@@ -158,14 +238,16 @@ class Operator:
 def forget_replays() -> None:
     """Plan every call anew: for those who change what planning depends on (tile searches)."""
     for operator in _operators:
-        operator._replays.clear()
+        operator.forget()
 
 
 def plain(args: Sequence[object]) -> bool:
     """Plain tensors in plain eager mode: nobody traces, transforms, overrides or profiles the call."""
-    for argument in args:
-        if type(argument) not in _PLAIN_TYPES:
-            return False
+    return all(type(argument) in _PLAIN_TYPES for argument in args) and plain_mode()
+
+
+def plain_mode() -> bool:
+    """Nobody traces, transforms, overrides or profiles calls."""
     c = torch._C
     return not (
         c._len_torch_dispatch_stack()
@@ -176,69 +258,123 @@ def plain(args: Sequence[object]) -> bool:
     )
 
 
+class Recent:
+    """A call that may be made again. `same`: whether other tensors make it the same call."""
+
+    __slots__ = ("recorded", "replay", "same")
+
+    def __init__(self, same: Callable[..., bool], replay: Replay, recorded: Recorded | None) -> None:
+        self.same, self.replay, self.recorded = same, replay, recorded
+
+
+class Recorded:
+    """What autograd records of all calls of one key: the same arguments need gradients, the same ones are saved."""
+
+    __slots__ = ("backward_values", "mask", "run", "saved_from", "values")
+
+    def __init__(
+        self, run: Callable[..., Any], mask: tuple[bool, ...], backward_values: tuple[Any, ...], saved_from: int
+    ) -> None:
+        self.run = run
+        """The results, of the arguments."""
+        self.mask = mask
+        self.backward_values = backward_values
+        self.saved_from = saved_from
+        """The first argument that is saved; those before it are None in the backward."""
+
+
 def register(
     library: torch.library.Library,
     name: str,
     schemas: tuple[str, str],
-    plan: Callable[..., Planned],
-    grad_plan: Callable[..., Planned],
-    arguments: Differentiable,
+    plans: tuple[Callable[..., Planned], Callable[..., Planned]],
+    differentiable: Differentiable,
+    state: Callable[[], tuple[object, ...]] = no_state,
 ) -> Operator:
-    """Define `name` and `name_backward` (`schemas`: of the two)."""
-    operator = Operator(library, name, schemas[0], plan, returns_list=False)
-    backward = Operator(library, f"{name}_backward", schemas[1], grad_plan, returns_list=True)
-    operator.function = _differentiable(operator, backward, arguments)
-    backward.function = _not_differentiable(backward, name)
+    """Define `name` and `name_backward` (`schemas`, `plans`: of the two)."""
+    operator = Operator(library, name, schemas[0], plans[0], returns_list=False, state=state)
+    backward = Operator(library, f"{name}_backward", schemas[1], plans[1], returns_list=True, state=state)
+    describe = _describer(operator, backward, differentiable)
+    operator.differentiate_by(_differentiable(operator, backward, differentiable), describe)
+    backward.differentiate_by(_not_differentiable(backward, name), _describe_run(backward))
     return operator
 
 
-def _differentiable(operator: Operator, backward: Operator, arguments: Differentiable) -> type[torch.autograd.Function]:
-    indices = arguments.indices()
+def _describer(operator: Operator, backward: Operator, rules: Differentiable) -> Callable[..., Recorded]:
+    """A function of (arguments, values, way) that says what autograd records."""
     names = list(operator.defaults)
-    norm = names.index("norm") if "norm" in names else None
     # The backward has the forward's options but those of the result, and `output_mask` and `in_dtype` of its own.
-    shared = {name: names.index(name) for name in backward.defaults if name in names}
+    shared = [names.index(name) if name in names else None for name in backward.defaults]
+
+    def describe(args: Sequence[Tensor | None], values: tuple[Any, ...], way: DispatchKeySet | Replay) -> Recorded:
+        needed = {index: x is not None and x.requires_grad for index, x in enumerate(args)}
+        for index, sentence in rules.refused.items():
+            if needed[index]:
+                raise NotImplementedError(sentence)
+        mask = tuple(needed[index] for index in rules.indices)
+        first = args[0]
+        assert first is not None
+        own = {"output_mask": mask, "in_dtype": first.dtype}
+        backward_values = tuple(
+            own[name] if index is None else values[index] for name, index in zip(backward.defaults, shared, strict=True)
+        )
+        linear = rules.linear(dict(zip(names, values, strict=True)), needed)
+        run = _runner(operator, way, values)
+        return Recorded(run, mask, backward_values, rules.inputs if linear else 0)
+
+    return describe
+
+
+def _runner(operator: Operator, way: DispatchKeySet | Replay, values: tuple[Any, ...]) -> Callable[..., Any]:
+    return lambda args: operator.run(way, values, args)
+
+
+def _differentiable(operator: Operator, backward: Operator, rules: Differentiable) -> type[torch.autograd.Function]:
+    count = len(operator._names)
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(
-            ctx: Any, way: DispatchKeySet | Replay, values: tuple[Any, ...], *args: Tensor | None
-        ) -> Tensor | tuple[Tensor, ...]:
-            results: Tensor | tuple[Tensor, ...] = operator.run(way, values, args)
-            needs = ctx.needs_input_grad
-            ctx.mask = tuple([needs[i + 2] for i in indices])
-            ctx.values = values
-            first = args[0]
-            assert first is not None
-            ctx.in_dtype = first.dtype
-            tables_needed = ctx.mask[arguments.inputs] or ctx.mask[arguments.inputs + 1]
-            if (norm is None or values[norm] == "none") and not tables_needed:
-                # A rotation alone is linear: its input need not outlive the forward.
-                args = (*(None,) * arguments.inputs, *args[arguments.inputs :])
-            ctx.save_for_backward(*args)
+        def forward(ctx: Any, recorded: Recorded, *args: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+            results: Tensor | tuple[Tensor, ...] = recorded.run(args)
+            ctx.recorded = recorded
+            if rules.saves_results:
+                ctx.set_materialize_grads(False)
+                ctx.save_for_backward(*results, *args)
+            elif recorded.saved_from:
+                # See `Differentiable.linear`.
+                ctx.save_for_backward(*(None,) * recorded.saved_from, *args[recorded.saved_from :])
+            else:
+                ctx.save_for_backward(*args)
             return results
 
         @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            own = {"output_mask": ctx.mask, "in_dtype": ctx.in_dtype}
-            values = tuple([own[n] if n in own else ctx.values[shared[n]] for n in backward.defaults])
-            saved = ctx.saved_tensors
-            gradients = iter(backward((*grads, *saved), values))
-            result: list[Tensor | None] = [None] * (2 + len(saved))
-            for index, needed in zip(indices, ctx.mask, strict=True):
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            recorded, saved = ctx.recorded, ctx.saved_tensors
+            if grads[0] is None:
+                grads = (torch.zeros_like(saved[0]), *grads[1:])
+            gradients = iter(backward((*grads, *saved), recorded.backward_values))
+            result: list[Tensor | None] = [None] * (1 + count)
+            for index, needed in zip(rules.indices, recorded.mask, strict=True):
                 if needed:
-                    result[index + 2] = next(gradients)
+                    result[index + 1] = next(gradients)
             return tuple(result)
 
     Function.__name__ = Function.__qualname__ = operator.name
     return Function
 
 
+def _describe_run(operator: Operator) -> Callable[..., Recorded]:
+    def describe(args: Sequence[Tensor | None], values: tuple[Any, ...], way: DispatchKeySet | Replay) -> Recorded:
+        return Recorded(_runner(operator, way, values), (), (), 0)
+
+    return describe
+
+
 def _not_differentiable(operator: Operator, name: str) -> type[torch.autograd.Function]:
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, way: DispatchKeySet | Replay, values: tuple[Any, ...], *args: Tensor | None) -> Any:
-            return tuple(operator.run(way, values, args))
+        def forward(ctx: Any, recorded: Recorded, *args: Tensor | None) -> Any:
+            return tuple(recorded.run(args))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:

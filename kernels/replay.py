@@ -3,12 +3,13 @@
 Checking the arguments, choosing a back end, cutting views and computing strides costs some 200 microseconds, ten times
 what a kernel for one token runs. All of it depends on shapes, strides, dtypes, devices and options alone (`call_key`).
 So a back end may return the launches it made (`Work`), and a `Replay` of them needs nothing but the addresses: every
-pointer is one of the arguments, or of the tensors the call allocates, plus a constant number of bytes.
+pointer is one of the arguments, or of the tensors the call allocates, plus a constant number of bytes. A `Recording`
+(recording.py) makes one of a back end that does not return its launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 Key = tuple[Any, ...]
 
+_ALIGNMENT = 16
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # `torch.empty_strided` on a CUDA device spends as long on parsing its arguments as on allocating. Inductor's generated
 # code allocates with this function, on the current device.
@@ -47,28 +49,104 @@ def call_key(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key:
     return (options, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 
-class Replay:
-    """A call that can be made again with other tensors of the same `call_key`."""
+Slot = tuple[int, int]
+"""Where an address comes from: number of the tensor (see `Replay`), and bytes from its start."""
 
-    __slots__ = ("_allocations", "_arguments", "_device", "_results", "_works")
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Stands for a tensor among the arguments of an operation: its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A tensor that a call makes, unfilled."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> Allocation:
+        """The allocation that gave `tensor`."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchStep:
+    """A launch with its addresses."""
+
+    here: Callable[[Sequence[int]], None]
+    numbers: Sequence[int]
+    offsets: Sequence[int] | None
+    """None where all are zero."""
+
+    @classmethod
+    def of(cls, launch: Launchable, slots: Sequence[Slot]) -> LaunchStep:
+        """A launch whose addresses come from `slots`."""
+        offsets = [offset for _, offset in slots]
+        return cls(launch.here, [number for number, _ in slots], offsets if any(offsets) else None)
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        """Launch, on the current stream of the current device. `addresses`: of all tensors."""
+        if self.offsets is None:
+            self.here([addresses[number] for number in self.numbers])
+        else:
+            self.here([addresses[number] + more for number, more in zip(self.numbers, self.offsets, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class OperationStep:
+    """A call of PyTorch."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    makes: bool
+    """It makes new tensors, which get the next numbers; else it writes to those that it was given."""
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """The new tensors."""
+        args = [tensors[x.number] if type(x) is Value else x for x in self.args]
+        kwargs = {name: tensors[x.number] if type(x) is Value else x for name, x in self.kwargs.items()}
+        made = self.function(*args, **kwargs)
+        if not self.makes:
+            return ()
+        return (made,) if isinstance(made, Tensor) else [x for x in made if isinstance(x, Tensor)]
+
+
+class Replay:
+    """A call that can be made again with other tensors of the same `call_key`.
+
+    Its tensors are numbered: the arguments, what it allocates, and then what its operations make. Number -1 is a null
+    pointer. `results`: numbers of what it returns. `aligned`: only for arguments at multiples of 16 bytes.
+    """
+
+    __slots__ = (
+        "_allocations", "_arguments", "_device", "_results", "_results_first", "_steps", "_straight", "aligned",
+    )  # fmt: skip
 
     def __init__(
         self,
         arguments: int,
-        results: int,
-        allocations: Sequence[Tensor],
-        works: Sequence[tuple[Launchable, Sequence[tuple[int, int]]]],
+        allocations: Sequence[Allocation],
+        steps: Sequence[LaunchStep | OperationStep],
+        results: Sequence[int],
+        *,
+        aligned: bool = False,
     ) -> None:
-        self._arguments, self._results = arguments, results
-        devices = {t.device for t in allocations}
+        self._arguments, self._results, self.aligned = arguments, results, aligned
+        devices = {made.device for made in allocations}
         only = next(iter(devices)) if len(devices) == 1 else None
         self._device = only.index if only is not None and only.type == "cuda" else None
-        self._allocations = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in allocations]
-        # (launch, indices of the bases, byte offsets; None where all are zero)
-        self._works = [
-            (launch, [base for base, _ in slots], [n for _, n in slots] if any(n for _, n in slots) else None)
-            for launch, slots in works
-        ]
+        self._allocations = [(made.shape, made.strides, made.dtype, made.device) for made in allocations]
+        self._steps = steps
+        # Nearly all calls: allocate and launch.
+        self._straight = all(isinstance(step, LaunchStep) for step in steps)
+        self._results_first = list(results) == list(range(arguments, arguments + len(results)))
 
     @classmethod
     def of(
@@ -82,16 +160,16 @@ class Replay:
         anything else (a copy of an argument, say), because a repetition would use it stale."""
         if not works or not all(work.launch.repeatable for work in works):
             return None
-        allocations = [*results, *scratch]
-        bases = [*arguments, *allocations]
-        located = []
+        made = [*results, *scratch]
+        steps = []
         for work in works:
-            slots = [_locate(tensor, bases) for tensor in work.tensors]
+            slots = [_locate(tensor, [*arguments, *made]) for tensor in work.tensors]
             known = [slot for slot in slots if slot is not None]
             if len(known) < len(slots):
                 return None
-            located.append((work.launch, known))
-        return cls(len(arguments), len(results), allocations, located)
+            steps.append(LaunchStep.of(work.launch, known))
+        numbers = range(len(arguments), len(arguments) + len(results))
+        return cls(len(arguments), [Allocation.like(tensor) for tensor in made], steps, numbers)
 
     def __call__(self, arguments: Sequence[Tensor | None]) -> list[Tensor]:
         """The results."""
@@ -102,6 +180,10 @@ class Replay:
                 return self._repeat(arguments)
         return self._repeat(arguments)
 
+    def takes(self, arguments: Sequence[Tensor | None]) -> bool:
+        """Whether arguments of the same `call_key` may be used."""
+        return not self.aligned or not any(t is not None and t.data_ptr() % _ALIGNMENT for t in arguments)
+
     def _repeat(self, arguments: Sequence[Tensor | None]) -> list[Tensor]:
         if self._device is not None and _empty_cuda is not None:
             made = [_empty_cuda(size, stride, dtype) for size, stride, dtype, _ in self._allocations]
@@ -110,14 +192,26 @@ class Replay:
                 torch.empty_strided(size, stride, dtype=dtype, device=device)
                 for size, stride, dtype, device in self._allocations
             ]
+        if not self._straight:
+            return self._with_operations([*arguments, *made])
         addresses = [0 if t is None else t.data_ptr() for t in (*arguments, *made)]
-        for launch, bases, offsets in self._works:
-            if offsets is None:
-                launch.here([addresses[base] for base in bases])
+        addresses.append(0)
+        for launch in self._steps:
+            launch(addresses)  # type: ignore[arg-type]
+        if self._results_first:
+            del made[len(self._results) :]
+            return made
+        return [made[number - self._arguments] for number in self._results]
+
+    def _with_operations(self, tensors: list[Tensor | None]) -> list[Tensor]:
+        for step in self._steps:
+            if isinstance(step, LaunchStep):
+                step([0 if t is None else t.data_ptr() for t in tensors] + [0])
             else:
-                launch.here([addresses[base] + offset for base, offset in zip(bases, offsets, strict=True)])
-        del made[self._results :]
-        return made
+                tensors += step(tensors)
+        results = [tensors[number] for number in self._results]
+        assert all(result is not None for result in results)
+        return results  # type: ignore[return-value]
 
 
 def _locate(tensor: Tensor, bases: Sequence[Tensor | None]) -> tuple[int, int] | None:

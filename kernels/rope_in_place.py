@@ -16,8 +16,8 @@ from torch._C import DispatchKeySet
 
 from .ops import LIBRARY, ROTATION_SCHEMA, counted_positions, resolve, tables_for
 from .options import Options, check_heads, check_options, check_tables
-from .registration import Operator
-from .replay import Work
+from .registration import Operator, Recent
+from .replay import Replay, Work
 from .streams import Stream, Tables
 
 SCHEMA = (
@@ -28,8 +28,6 @@ SCHEMA = (
 
 class InPlacePlan:
     """A checked call; see `registration.Planned`. There are no results."""
-
-    scratch: Sequence[Tensor] = ()
 
     def __init__(self, x: Tensor, tables: Tables, options: Options, backend: str) -> None:
         self.works: Sequence[Work] | None = None
@@ -49,6 +47,10 @@ class InPlacePlan:
             chosen.forward((Stream(x, out),), tables, self._options)
             x.copy_(out)
         return []
+
+    def replay(self, arguments: Sequence[Tensor | None], results: Sequence[Tensor]) -> Replay | None:
+        """See `registration.Planned`."""
+        return Replay.of(arguments, results, (), self.works)
 
     def fake(self) -> list[Tensor]:
         """Nothing."""
@@ -82,26 +84,32 @@ def _plan(
 class _InPlaceOperator(Operator):
     """Refuses to be recorded, and counts the write for autograd's checks of saved tensors."""
 
-    def __call__(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():
-            _note_write(tensors)
-        super().__call__(tensors, values)
-
     def autograd(self, keyset: DispatchKeySet, *args: Tensor | None, **options: Any) -> None:
         """The kernel of the autograd keys."""
-        _note_write(args)
+        if _would_be_recorded(args):
+            raise RuntimeError(
+                "rope_ writes over x and records no gradient, but x, cos or sin requires one; call rope, or rope_ "
+                "under torch.no_grad()."
+            )
+        _count_write(args)
         super().autograd(keyset, *args, **options)
+
+    def _recall(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Recent | None:
+        return None if _would_be_recorded(tensors) else super()._recall(tensors, values)
+
+    def _repeat(self, recent: Recent, tensors: Sequence[Tensor | None]) -> None:
+        _count_write(tensors)
+        super()._repeat(recent, tensors)
 
     def _returned(self, results: list[Tensor]) -> None:
         return None
 
 
-def _note_write(tensors: Sequence[Tensor | None]) -> None:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        raise RuntimeError(
-            "rope_ writes over x and records no gradient, but x, cos or sin requires one; call rope, or rope_ under "
-            "torch.no_grad()."
-        )
+def _would_be_recorded(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+
+
+def _count_write(tensors: Sequence[Tensor | None]) -> None:
     x = tensors[0]
     assert x is not None
     if not x.is_inference():

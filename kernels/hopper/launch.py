@@ -16,6 +16,9 @@ from .plans import Call, NarrowPlan, WidePlan, backward_plan, forward_plan, part
 from .rows import Rows, rows_of_backward, rows_of_forward
 from .templates import AnyTemplate, BackwardTemplate
 
+REPEATABLE = True
+"""See `recording.py`."""
+
 
 def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     """(out, lse): one kernel, and small ones before it when the mask is in the data."""

@@ -2,7 +2,7 @@
 
 Triton's own launch encodes every tensor map anew and costs some 40 microseconds for nine of them. Here a map is encoded
 once for every address that it is used at (allocators hand the same ones out again), and the call goes straight to the
-function that Triton compiled for the kernel's signature:
+driver (`driver_launch.py`), or to the function that Triton compiled for the kernel's signature:
 
     launch = MappedLaunch(kernel, grid, maps, numbers, template, device)    # once per shape, kept by the plan
     launch(addresses)                                                       # every call
@@ -22,10 +22,13 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
+from .. import recording
+from ..driver_launch import ADDRESS, DriverLaunch, Shape, driver_launch
 from ..launch import Address
 from .descriptors import Map
 
-_KEPT_ADDRESSES = 1024
+_KEPT_ADDRESSES = 256
+"""Of every map, some 700 bytes each; a model's layers use each shape at a few addresses."""
 _FORMAT = "iiiKKppOOOOOO"
 """What Triton 3.6's `launch` takes before the kernel's arguments: the grid, stream, function, two flags, two scratch
 buffers, metadata, hooks. Triton 3.9 has another launcher, and calls go through it."""
@@ -39,7 +42,9 @@ class MappedLaunch:
     repeatable = True
     """As `launch.Launch`: a repetition needs nothing but addresses."""
 
-    __slots__ = ("_before", "_encoded", "_function", "_grid", "_index", "_kernel", "_maps", "_metadata", "_tail")
+    __slots__ = (
+        "_before", "_by_driver", "_encoded", "_function", "_grid", "_index", "_kernel", "_maps", "_metadata", "_tail",
+    )  # fmt: skip
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], maps: Sequence[Map], numbers: Sequence[float], template: Any,
@@ -47,36 +52,42 @@ class MappedLaunch:
     ) -> None:  # fmt: skip
         self._kernel, self._grid, self._maps, self._index = kernel, grid, tuple(maps), device
         self._tail = (*numbers, template, template.num_warps)
+        # By address: Triton's object around the map, then what is passed after it. The oldest first.
         self._encoded: tuple[dict[int, Sequence[Any]], ...] = tuple({} for _ in maps)
         self._function: Callable[..., None] | None = None
         self._metadata: Sequence[Any] | None = None
         self._before: tuple[Any, ...] = ()
+        self._by_driver: DriverLaunch | None = None
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch on the current stream of the device. `addresses`: of every map's tensor, then the pointers (0: none,
         where the kernel does not look)."""
+        recording.launched(self, addresses)
         if _current_device() != self._index:
             with torch.cuda.device(self._index):
-                return self._launch(addresses)
-        return self._launch(addresses)
+                return self.here(addresses)
+        return self.here(addresses)
 
-    def _launch(self, addresses: Sequence[int]) -> None:
+    def here(self, addresses: Sequence[int]) -> None:
+        """`__call__` where the device is the current one already."""
         mapped, pointers = addresses[: len(self._maps)], addresses[len(self._maps) :]
         if self._metadata is None:
-            self._prepare()
+            self._prepare(len(pointers))
         runtime = knobs.runtime
         if self._function is None or _watched(runtime.launch_enter_hook) or _watched(runtime.launch_exit_hook):
             described = (m.at(Address(address, m.dtype)) for m, address in zip(self._maps, mapped, strict=True))
             self._kernel[self._grid](*described, *pointers, *self._tail)
             return
-        arguments: list[Any] = []
-        for which, address in enumerate(mapped):
-            encoded = self._encoded[which].get(address)
-            arguments += self._encode(which, address) if encoded is None else encoded
+        maps = [
+            kept.get(address) or self._encode(which, address)
+            for which, (kept, address) in enumerate(zip(self._encoded, mapped, strict=True))
+        ]
         stream = driver.active.get_current_stream(self._index)
-        self._function(*self._grid, stream, *self._before, *arguments, *pointers, *self._tail)
+        if self._by_driver is None or not self._by_driver(stream, pointers, [encoded[0] for encoded in maps]):
+            arguments = [argument for encoded in maps for argument in encoded]
+            self._function(*self._grid, stream, *self._before, *arguments, *pointers, *self._tail)
 
-    def _prepare(self) -> None:
+    def _prepare(self, pointers: int) -> None:
         """Find the function behind Triton's launcher, as Triton 3.6 builds it: a closure that encodes the maps and
         calls a `launch` that was compiled for the kernel's signature."""
         run = self._kernel.run
@@ -94,12 +105,15 @@ class MappedLaunch:
                 self._kernel.packed_metadata, None, None, None,
             )  # fmt: skip
             self._function = found["launcher"]
+            shapes = [Shape(m.shape, m.strides) for m in self._maps]
+            arguments = *shapes, *(ADDRESS,) * pointers, *self._tail
+            self._by_driver = driver_launch(self._kernel, self._grid, arguments, getattr(nvidia, "PyCUtensorMap", None))
 
     def _encode(self, which: int, address: int) -> Sequence[Any]:
         assert self._metadata is not None
         kept, tensor_map = self._encoded[which], self._maps[which]
         if len(kept) >= _KEPT_ADDRESSES:
-            kept.clear()
+            kept.pop(next(iter(kept)), None)
         described = tensor_map.at(Address(address, tensor_map.dtype))
         kept[address] = encoded = tuple(nvidia.make_tensordesc_arg(described, self._metadata[which]))
         return encoded
