@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import itertools
 import json
@@ -46,7 +47,8 @@ LEAST_US = 3000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a call; `window`: keys before the diagonal that are seen; `documents`: equal ones, packed."""
+    """Sizes of a call; `window`: keys before the diagonal that are seen; `documents`: equal ones, packed; `masked`:
+    causality is a mask with an entry for every query and key, and nothing says that it is causal."""
 
     batch: int
     tokens: int
@@ -57,6 +59,7 @@ class Shape:
     v_head_dim: int = 0
     window: int = -1
     documents: int = 1
+    masked: bool = False
     deterministic: bool = False
     """Measure the reproducible backward too."""
     triton: bool = False
@@ -68,6 +71,7 @@ class Shape:
         dims = f"{self.head_dim}" if not self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
         more = f", window {self.window}" if self.window >= 0 else ""
         more += f", {self.documents} documents" if self.documents > 1 else ""
+        more += ", as a mask" if self.masked else ""
         return f"hd{dims} {kind} {self.batch} x {self.tokens} tokens, {heads} heads{more}"
 
     @property
@@ -101,6 +105,7 @@ def shapes(lengths: tuple[int, ...]) -> list[Shape]:
         Shape(1, 16384, 32, 8, 128, True, documents=8, triton=True),
         Shape(1, 16384, 32, 8, 128, True, window=1023, triton=True),
         *square,
+        Shape(4, 4096, 16, 16, 128, True, masked=True, triton=True),
         Shape(2, 8192, 64, 8, 128, True),
         Shape(1, 4096, 32, 1, 128, True),
         Shape(4, 4096, 16, 16, 192, True, v_head_dim=128),
@@ -122,10 +127,18 @@ def tensors(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def options_of(shape: Shape) -> dict[str, Any]:
     """Arguments of `attention`. Documents are segment ids, as the pass finds them in a packed batch."""
     options: dict[str, Any] = {"causal": "top_left" if shape.causal else "none", "window_left": shape.window}
+    if shape.masked:
+        options |= {"causal": "none", "mask": causal_mask(shape)}
     if shape.documents > 1:
         length = shape.tokens // shape.documents
         options["q_segment_ids"] = torch.arange(shape.tokens, device="cuda").div(length, rounding_mode="floor")[None]
     return options
+
+
+@functools.lru_cache(maxsize=1)
+def causal_mask(shape: Shape) -> Tensor:
+    """[1, 1, S, S] booleans."""
+    return torch.ones(1, 1, shape.tokens, shape.tokens, dtype=torch.bool, device="cuda").tril()
 
 
 # ---------------------------------------------------------------------------------------------------- implementations
@@ -150,7 +163,7 @@ def implementations(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, 
             calls[name] = partial(_pytorch, shape, q, k, v, backend)
     else:
         calls["flex"] = _flex(shape, q, k, v)
-    if importlib.util.find_spec("flash_attn") is not None and shape.documents == 1:
+    if importlib.util.find_spec("flash_attn") is not None and shape.documents == 1 and not shape.masked:
         calls["flash-attn-4"] = partial(_flash_attention_4, shape, q, k, v)
     return calls
 
@@ -158,6 +171,8 @@ def implementations(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, 
 def _pytorch(shape: Shape, q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Tensor:
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     options: dict[str, Any] = {"is_causal": shape.causal, "enable_gqa": shape.heads != shape.kv_heads}
+    if shape.masked:
+        options |= {"is_causal": False, "attn_mask": causal_mask(shape)}
     if backend is None:
         return scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
     with sdpa_kernel(backend):
