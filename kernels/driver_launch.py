@@ -31,7 +31,7 @@ _NUMBERS: dict[str, type[Any]] = {
 }  # fmt: skip
 """Triton's names of the types that a number is passed as."""
 
-_MORE_THAN_PARAMETERS = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+_MORE_THAN_PARAMETERS = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
 """Of Triton's launcher: what a launch has besides, where it is not 0."""
 
 
@@ -65,6 +65,16 @@ class _Config(ctypes.Structure):
 class _Driver(NamedTuple):
     launch: Callable[..., int]
     parameter: Callable[..., int]
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int * 16))
+
+
+_OVERLAPS = _Attribute(6, 0, (1,))
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may start before the one before it ends."""
 
 
 @functools.cache
@@ -150,7 +160,9 @@ def driver_launch(
     if not _is_as_loaded(found, compiled.function, [_size(value) for value in parameters]):
         return None
     warps, _, shared = packed
-    config = _Config(*(*grid, 1, 1)[:3], warps * _WARP, 1, 1, shared, None, None, 0)
+    overlaps = bool(getattr(run, "launch_pdl", False))
+    attributes = ctypes.addressof(_OVERLAPS) if overlaps else None
+    config = _Config(*(*grid, 1, 1)[:3], warps * _WARP, 1, 1, shared, None, attributes, int(overlaps))
     if not config.grid_x * config.grid_y * config.grid_z:
         return None
     return DriverLaunch(getattr(compiled, "name", "a kernel"), compiled.function, config, parameters, found.launch)
@@ -158,10 +170,11 @@ def driver_launch(
 
 def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> list[Any] | None:
     """Of a kernel as Triton compiles it; None if one is of a kind that is not known here."""
-    if len(kinds) != len(arguments):
+    found = _flat(kinds, arguments)
+    if found is None:
         return None
     parameters: list[Any] = []
-    for kind, value in zip(kinds, arguments, strict=True):
+    for kind, value in found:
         if kind == "constexpr" and value is not ADDRESS:
             continue
         if not isinstance(kind, str):
@@ -176,6 +189,22 @@ def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> list[Any] | N
     if any(parameter is None for parameter in parameters):
         return None
     return [*parameters, ctypes.c_uint64(0), ctypes.c_uint64(0)]  # the scratch buffers, which nobody asked for
+
+
+def _flat(kinds: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[Any, Any]] | None:
+    """Kinds with their arguments; a tuple is passed as its members."""
+    if len(kinds) != len(arguments):
+        return None
+    flat: list[tuple[Any, Any]] = []
+    for kind, value in zip(kinds, arguments, strict=True):
+        if isinstance(kind, tuple):
+            members = _flat(kind, value) if isinstance(value, tuple) else None
+            if members is None:
+                return None
+            flat += members
+        else:
+            flat.append((kind, value))
+    return flat
 
 
 def _number(kind: str, value: Any) -> Any:

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
@@ -132,6 +133,61 @@ class Launch:
             self._aligned = run
         else:
             self._variants[tuple(address % _ALIGNMENT == 0 for address in addresses)] = run
+
+
+def start(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: Mapping[str, Any]) -> None:
+    """Launch by Triton's usual way, `kernel[grid](*arguments, **constants)`, so that a recording can repeat it.
+
+    `arguments`: tensors, numbers, None and tuples of these; `constants`: the compile-time arguments, which stand last
+    in the kernel's parameters, and Triton's options.
+    """
+    compiled = kernel[grid](*arguments, **constants)
+    if recording.active():
+        started = _Started(kernel, grid, arguments, constants, compiled)
+        recording.launched(started, [tensor.data_ptr() for tensor in started.tensors_of(arguments)])
+
+
+class _Started:
+    """A launch that Triton made, with all its arguments but the addresses, which come in the order of the tensors. Only
+    for addresses of the same alignment."""
+
+    __slots__ = ("_arguments", "_by_driver", "_constants", "_dtypes", "_grid", "_index", "_kernel", "repeatable")
+
+    def __init__(
+        self, kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: Mapping[str, Any], compiled: Any
+    ) -> None:
+        self._kernel, self._grid, self._constants = kernel, grid, constants
+        tensors = self.tensors_of(arguments)
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        device = tensors[0].device
+        self._index = device.index
+        self._arguments = _mapped(lambda x: ADDRESS if isinstance(x, Tensor) else x, arguments)
+        self.repeatable = isinstance(kernel, JITFunction) and device.type == "cuda"
+        self._by_driver = None
+        if self.repeatable and driver.active.get_current_target().backend == "cuda":
+            tail = [constants.get(name) for name in list(kernel.arg_names)[len(arguments) :]]
+            self._by_driver = driver_launch(compiled, grid, (*self._arguments, *tail))
+
+    @staticmethod
+    def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors of the arguments, in order."""
+        return [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+
+    def here(self, addresses: Sequence[int]) -> None:
+        """Launch on the current stream of the current device."""
+        if self._by_driver is not None and not _hooked(self._kernel):
+            stream = driver.active.get_current_stream(self._index)
+            if self._by_driver(stream, addresses):
+                return
+        pointers = iter(list(map(Address, addresses, self._dtypes)))
+        arguments = _mapped(lambda x: next(pointers) if x is ADDRESS else x, self._arguments)
+        self._kernel[self._grid](*arguments, **self._constants)
+
+
+def _mapped(change: Callable[[Any], Any], x: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The (named) tuple with `change` of everything in it that is not a tuple."""
+    parts = [_mapped(change, part) if isinstance(part, tuple) else change(part) for part in x]
+    return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
 
 
 def _direct_launch(

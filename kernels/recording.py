@@ -39,6 +39,11 @@ _NULL = -1
 _current = threading.local()
 
 
+def active() -> bool:
+    """Whether this thread's call is recorded."""
+    return getattr(_current, "recording", None) is not None
+
+
 def launched(launch: Launchable, addresses: Sequence[int]) -> None:
     """A launch is being made. Whoever records this thread's call wants to know."""
     recording: Recording | None = getattr(_current, "recording", None)

@@ -13,12 +13,16 @@ from torch import Tensor
 
 from ..attention_problem import Problem
 from ..attention_reference import sinks_gradient
+from ..launch import start
 from .attention_backward import attention_dkdv, attention_dq
 from .attention_common import Ranges, Sight, Sizes
 from .attention_forward import attention_forward
 from .attention_ranges import attention_ranges
 from .attention_rows import attention_delta, attention_tail
 from .attention_tiles import Tile, choose_tile
+
+REPEATABLE = True
+"""See `recording.py`."""
 
 _DELTA_ROWS = 32
 
@@ -33,23 +37,27 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     programs = triton.cdiv(rows, tile.block_m) * batch * heads
     if programs:
         with _on(q):
-            attention_forward[(programs,)](
-                q,
-                k,
-                v,
-                out,
-                lse,
-                problem.sinks,
-                _strides(q),
-                _strides(k),
-                _strides(v),
-                _strides(out),
-                _sight(problem),
-                _ranges(problem, tile.block_m, tile.block_n, own_are_keys=False),
-                _sizes(problem, heads),
-                problem.scale,
-                _softcap(problem),
-                **_constants(problem, tile),
+            start(
+                attention_forward,
+                (programs,),
+                (
+                    q,
+                    k,
+                    v,
+                    out,
+                    lse,
+                    problem.sinks,
+                    _strides(q),
+                    _strides(k),
+                    _strides(v),
+                    _strides(out),
+                    _sight(problem),
+                    _ranges(problem, tile.block_m, tile.block_n, own_are_keys=False),
+                    _sizes(problem, heads),
+                    problem.scale,
+                    _softcap(problem),
+                ),
+                _constants(problem, tile),
             )
     return out, lse
 
@@ -95,24 +103,28 @@ def _launch_dq(problem: Problem, grad_out: Tensor, rows: _Rows, dq: Tensor) -> N
     tile = _tile("dq", problem)
     programs = triton.cdiv(queries, tile.block_m) * batch * heads
     if programs:
-        attention_dq[(programs,)](
-            q,
-            k,
-            v,
-            grad_out,
-            *rows,
-            dq,
-            _strides(q),
-            _strides(k),
-            _strides(v),
-            _strides(grad_out),
-            _strides(dq),
-            _sight(problem),
-            _ranges(problem, tile.block_m, tile.block_n, own_are_keys=False),
-            _sizes(problem, heads),
-            problem.scale,
-            _softcap(problem),
-            **_constants(problem, tile),
+        start(
+            attention_dq,
+            (programs,),
+            (
+                q,
+                k,
+                v,
+                grad_out,
+                *rows,
+                dq,
+                _strides(q),
+                _strides(k),
+                _strides(v),
+                _strides(grad_out),
+                _strides(dq),
+                _sight(problem),
+                _ranges(problem, tile.block_m, tile.block_n, own_are_keys=False),
+                _sizes(problem, heads),
+                problem.scale,
+                _softcap(problem),
+            ),
+            _constants(problem, tile),
         )
 
 
@@ -122,26 +134,30 @@ def _launch_dkdv(problem: Problem, grad_out: Tensor, rows: _Rows, dk: Tensor, dv
     tile = _tile("dkdv", problem)
     programs = triton.cdiv(keys, tile.block_n) * batch * kv_heads
     if programs:
-        attention_dkdv[(programs,)](
-            q,
-            k,
-            v,
-            grad_out,
-            *rows,
-            dk,
-            dv,
-            _strides(q),
-            _strides(k),
-            _strides(v),
-            _strides(grad_out),
-            _strides(dk),
-            _strides(dv),
-            _sight(problem),
-            _ranges(problem, tile.block_n, tile.block_m, own_are_keys=True),
-            _sizes(problem, kv_heads),
-            problem.scale,
-            _softcap(problem),
-            **_constants(problem, tile),
+        start(
+            attention_dkdv,
+            (programs,),
+            (
+                q,
+                k,
+                v,
+                grad_out,
+                *rows,
+                dk,
+                dv,
+                _strides(q),
+                _strides(k),
+                _strides(v),
+                _strides(grad_out),
+                _strides(dk),
+                _strides(dv),
+                _sight(problem),
+                _ranges(problem, tile.block_n, tile.block_m, own_are_keys=True),
+                _sizes(problem, kv_heads),
+                problem.scale,
+                _softcap(problem),
+            ),
+            _constants(problem, tile),
         )
 
 
@@ -150,19 +166,25 @@ def _delta(problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Ten
     delta = problem.empty_lse()
     programs = triton.cdiv(rows, _DELTA_ROWS) * batch * heads
     if programs:
-        attention_delta[(programs,)](
-            out,
-            grad_out,
-            grad_lse,
-            delta,
-            _strides(out),
-            _strides(grad_out),
-            None if grad_lse is None else grad_lse.stride(),
-            _sizes(problem, heads),
-            VALUE_DIM=lanes,
-            BLOCK_M=_DELTA_ROWS,
-            BLOCK_V=triton.next_power_of_2(lanes),
-            ALIGN=_alignment(out),
+        start(
+            attention_delta,
+            (programs,),
+            (
+                out,
+                grad_out,
+                grad_lse,
+                delta,
+                _strides(out),
+                _strides(grad_out),
+                None if grad_lse is None else grad_lse.stride(),
+                _sizes(problem, heads),
+            ),
+            {
+                "VALUE_DIM": lanes,
+                "BLOCK_M": _DELTA_ROWS,
+                "BLOCK_V": triton.next_power_of_2(lanes),
+                "ALIGN": _alignment(out),
+            },
         )
     return delta
 
@@ -179,20 +201,24 @@ def _tail(problem: Problem, lse: Tensor) -> Tensor | None:
     constants = _constants(problem, tile)
     del constants["VALUE_DIM"], constants["BLOCK_V"]
     if programs:
-        attention_tail[(programs,)](
-            q,
-            k,
-            problem.sinks,
-            lse,
-            tail,
-            _strides(q),
-            _strides(k),
-            _sight(problem),
-            _ranges(problem, tile.block_m, tile.block_n, own_are_keys=False),
-            _sizes(problem, heads),
-            problem.scale,
-            _softcap(problem),
-            **constants,
+        start(
+            attention_tail,
+            (programs,),
+            (
+                q,
+                k,
+                problem.sinks,
+                lse,
+                tail,
+                _strides(q),
+                _strides(k),
+                _sight(problem),
+                _ranges(problem, tile.block_m, tile.block_n, own_are_keys=False),
+                _sizes(problem, heads),
+                problem.scale,
+                _softcap(problem),
+            ),
+            constants,
         )
     return tail
 
@@ -244,15 +270,23 @@ def _ranges(problem: Problem, own: int, other: int, own_are_keys: bool) -> Range
         (batch, heads, triton.cdiv(keys if own_are_keys else rows, own), 4), dtype=torch.int32, device=problem.q.device
     )
     floors = seen.row_floors()
-    attention_ranges[(blocks.numel() // 4,)](
-        blocks,
-        floors,
-        None if floors is None else tuple(0 if floors.shape[axis] == 1 else floors.stride(axis) for axis in range(2)),
-        _sight(problem, bias=mask is not None),
-        Sizes(rows, keys, heads, 1),
-        OWN_ARE_KEYS=own_are_keys,
-        OWN=own,
-        OTHER=other,
+    start(
+        attention_ranges,
+        (blocks.numel() // 4,),
+        (
+            blocks,
+            floors,
+            None
+            if floors is None
+            else tuple(0 if floors.shape[axis] == 1 else floors.stride(axis) for axis in range(2)),
+            _sight(problem, bias=mask is not None),
+            Sizes(rows, keys, heads, 1),
+        ),
+        {
+            "OWN_ARE_KEYS": own_are_keys,
+            "OWN": own,
+            "OTHER": other,
+        },
     )
     return Ranges(blocks, _batch_stride(blocks), 0 if heads == 1 else blocks.stride(1))
 

@@ -87,6 +87,16 @@ def test_what_the_driver_reads(driver: Driver, map_at: Any) -> None:
         assert values == [struct.pack("Q", x), MAP, *numbers, struct.pack("Q", y), *scalars, b"\0" * 8, b"\0" * 8]
 
 
+def test_overlapping_launches(driver: Driver, map_at: Any) -> None:
+    """Programmatic dependent launch is an attribute: id 6, value 1 (cuda.h)."""
+    launch = driver_launch(compiled(run={"launch_pdl": True}), (1,), ARGUMENTS, TensorMap)
+    assert launch is not None
+    launch(0, [16, 16], [map_at])
+    *_, attributes, count = driver.launches[-1][0]
+    assert count == 1
+    assert struct.unpack("II16i", ctypes.string_at(attributes, 72)) == (6, 0, 1, *[0] * 15)
+
+
 def test_threads_have_parameters_of_their_own(driver: Driver, map_at: Any) -> None:
     launch = driver_launch(compiled(), (1,), ARGUMENTS, TensorMap)
     assert launch is not None
@@ -120,7 +130,6 @@ def test_errors(driver: Driver, map_at: Any) -> None:
         {"packed_metadata": (4, 2, 0)},
         {"run": {"global_scratch_size": 16}},
         {"run": {"launch_cooperative_grid": True}},
-        {"run": {"launch_pdl": True}},
         {"src": SimpleNamespace(signature={**SIGNATURE, "n": "i8"})},
         {"src": SimpleNamespace(signature={**SIGNATURE, "n": ("i32", "i32")})},
         {"src": SimpleNamespace(signature={**SIGNATURE, "eps": "bf16"})},

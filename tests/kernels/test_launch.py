@@ -115,3 +115,41 @@ def test_another_back_end_keeps_tritons_way(kernel: Kernel) -> None:
 def test_arguments_in_another_order_are_refused(kernel: Kernel) -> None:
     with pytest.raises(TypeError, match="takes pointers, then numbers, then compile-time arguments"):
         make(kernel, C=1)
+
+
+def test_a_started_launch_is_made_again(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuples keep their kind and order; the addresses go to the driver, or through Triton with their dtypes."""
+    from collections import namedtuple
+
+    from fusion_pass.kernels import launch as module
+    from fusion_pass.kernels.driver_launch import ADDRESS
+
+    Pair = namedtuple("Pair", "first second")
+    calls: list[Any] = []
+    given: list[Any] = []
+
+    class Jit:
+        arg_names, pre_run_hooks = ("x", "pair", "n", "BLOCK"), ()
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **constants: calls.append((grid, arguments, constants))
+
+    driver: Any = lambda stream, addresses: given.append((stream, addresses)) or stream == 100  # noqa: E731
+    passed: list[Any] = []
+    monkeypatch.setattr(module, "JITFunction", Jit)
+    monkeypatch.setattr(module, "driver_launch", lambda *arguments: passed.append(arguments) or driver)
+    x, y = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(2)
+    arguments = (x, Pair(y, (3, None)), 7)
+    started = module._Started(Jit(), (5,), arguments, {"BLOCK": 64, "num_warps": 4}, "compiled")
+    assert not started.repeatable  # these tensors are on the CPU
+    started._by_driver, started._index = driver, 0
+    started.here([32, 64])
+    assert (given, calls) == ([(100, [32, 64])], [])
+    started._index = 1  # the driver refuses: there is no context yet
+    started.here([32, 64])
+    ((grid, (first, pair, number), constants),) = calls
+    assert (grid, number, constants) == ((5,), 7, {"BLOCK": 64, "num_warps": 4})
+    assert (first.data_ptr(), first.dtype, pair.first.data_ptr(), pair.first.dtype) == (32, x.dtype, 64, y.dtype)
+    assert isinstance(pair, Pair)
+    assert pair.second == (3, None)
+    assert started._arguments == (ADDRESS, Pair(ADDRESS, (3, None)), 7)
