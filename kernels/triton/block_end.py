@@ -12,8 +12,8 @@ from ..attention_problem import Unfinished
 from ..options import Options
 from ..streams import Gradients, GradStream, Tables, arithmetic_dtype
 from .block_end_kernels import end_kernel
-from .norm_rope import _ACC, _device_facts, _Geometry, _launch, _Layout, _overlaps, _reduce, _site
-from .norm_rope_tiles import Choice, _tiles, next_power_of_2
+from .norm_rope import ARITHMETIC, Geometry, Layout, add_partials, device_facts, launched, may_overlap, site_of
+from .norm_rope_tiles import Choice, next_power_of_2, tiles_of
 
 CHOICE = Choice(heads=4, elements=16, warps=4, registers=128)
 """How to cut a tile: as a backward of norm + rotation."""
@@ -53,7 +53,7 @@ def finish(
     assert k.dx is not None
     batch, sequence, q_heads, head_dim = dq.shape
     k_heads = dk.shape[2] // parts
-    geometry = _Geometry(options, q.weight, None, k.weight, None, head_dim)
+    geometry = Geometry(options, q.weight, None, k.weight, None, head_dim)
     sums_v = dv is not None and dv is not unfinished.dv
     # The parts themselves are in the list for the alignment of their strides.
     k_grad = dk[:, :, ::parts]
@@ -62,10 +62,10 @@ def finish(
     if sums_v:
         assert dv is not None
         tensors += [unfinished.dv, v_grad, dv]
-    layout = _Layout(tensors, tables, options, batch, sequence)
+    layout = Layout(tensors, tables, options, batch, sequence)
     acc = arithmetic_dtype(*(t.dtype for t in tensors))
-    tiles = _tiles(
-        PARTIAL if geometry.constants["P"] else CHOICE, _site(geometry, layout, q_heads, k_heads, False, q.dx)
+    tiles = tiles_of(
+        PARTIAL if geometry.constants["P"] else CHOICE, site_of(geometry, layout, q_heads, k_heads, False, q.dx)
     )
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     total = layout.batch * blocks
@@ -77,7 +77,7 @@ def finish(
     q_tiles, k_tiles = triton.cdiv(q_heads, tiles.q_heads), triton.cdiv(k_heads, tiles.k_heads)
     size = q.dx.element_size()
     walkers = _walkers(
-        tiles.programs * _device_facts(device)[0],
+        tiles.programs * device_facts(device)[0],
         total,
         (q_tiles, k_tiles, k_tiles if sums_v else 0),
         (4 + 2 * size, (parts + 2) * size, (parts + 1) * size),
@@ -124,19 +124,19 @@ def finish(
         "HAS_X": q.x is not None,
         "NEEDS_QW": weights[0] is not None,
         "NEEDS_KW": weights[1] is not None,
-        "ACC": _ACC[acc],
+        "ACC": ARITHMETIC[acc],
         "BT": tiles.tokens,
         "BHQ": tiles.q_heads,
         "BHK": tiles.k_heads,
         "V_DIM": unfinished.dv.shape[3],
         "V_PAD": next_power_of_2(unfinished.dv.shape[3]),
-        "OVERLAPS": partial is not None and _overlaps(device),
+        "OVERLAPS": partial is not None and may_overlap(device),
     }
     grid = walkers[0] * q_tiles + (walkers[1] + walkers[2]) * k_tiles
-    _launch(end_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)
+    launched(end_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)
     if partial is not None:
         sizes = [0 if weight is None else head_dim for weight in weights]
-        _reduce(partial, [weights[0], None, weights[1], None], (sizes[0], 0, sizes[1], 0), (rows[0], rows[1]), acc)
+        add_partials(partial, [weights[0], None, weights[1], None], (sizes[0], 0, sizes[1], 0), (rows[0], rows[1]), acc)
     return Gradients(weights, [None, None])
 
 

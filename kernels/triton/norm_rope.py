@@ -25,7 +25,7 @@ from .norm_rope_tiles import (
     shares,
 )
 
-_ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
+ARITHMETIC = {torch.float32: tl.float32, torch.float64: tl.float64}
 _INT32_MAX = 2**31 - 1
 _REDUCED_COLUMNS = 8
 """Columns a program of the reduction sums: few, so that many programs keep many rows in flight."""
@@ -38,17 +38,17 @@ def forward(
     q, k = streams[0], streams[1] if len(streams) > 1 else None
     batch, sequence, q_heads, head_dim = q.out.shape
     k_heads = k.out.shape[2] if k is not None else 0
-    geometry = _Geometry(
+    geometry = Geometry(
         options, q.weight, q.bias, None if k is None else k.weight, None if k is None else k.bias, head_dim
     )
     tensors = [q.x, q.out]
     for stream in (k, copy):
         if stream is not None:
             tensors += [stream.x, stream.out]
-    layout = _Layout(tensors, tables, options, batch, sequence)
+    layout = Layout(tensors, tables, options, batch, sequence)
     acc = arithmetic_dtype(q.x.dtype, q.out.dtype)
     heavy = acc == torch.float64 or any(stream.bias is not None for stream in streams)
-    tiles = forward_tiles(_site(geometry, layout, q_heads, k_heads, heavy, q.x))
+    tiles = forward_tiles(site_of(geometry, layout, q_heads, k_heads, heavy, q.x))
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     v_heads = copy.x.shape[2] if copy is not None else 0
     grid = (
@@ -90,14 +90,14 @@ def forward(
         "GROUP": q.x.shape[3] if q.x.dim() == 5 else 0,
         **geometry.constants,
         **layout.constants(tiles.tokens, max(tiles.q_heads, tiles.k_heads, tiles.v_heads)),
-        "ACC": _ACC[acc],
+        "ACC": ARITHMETIC[acc],
         "BT": tiles.tokens,
         "BHQ": tiles.q_heads,
         "BHK": tiles.k_heads,
         "BHV": tiles.v_heads,
         "PAD": next_power_of_2(head_dim),
     }
-    return [_launch(forward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)]
+    return [launched(forward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)]
 
 
 def backward(
@@ -111,16 +111,16 @@ def backward(
     q, k = streams[0], streams[1] if len(streams) > 1 else None
     batch, sequence, q_heads, head_dim = q.grad.shape
     k_heads = k.grad.shape[2] if k is not None else 0
-    geometry = _Geometry(
+    geometry = Geometry(
         options, q.weight, q.bias, None if k is None else k.weight, None if k is None else k.bias, head_dim
     )
     tensors = [t for s in streams for t in (s.grad, s.x, s.dx) if t is not None]
     if copy is not None:
         tensors += [copy.x, copy.out]
-    layout = _Layout(tensors, tables, options, batch, sequence)
+    layout = Layout(tensors, tables, options, batch, sequence)
     acc = arithmetic_dtype(*(t.dtype for t in tensors))
     heavy = needs_tables or acc == torch.float64 or any(stream.needs_bias for stream in streams)
-    tiles = backward_tiles(_site(geometry, layout, q_heads, k_heads, heavy, q.grad))
+    tiles = backward_tiles(site_of(geometry, layout, q_heads, k_heads, heavy, q.grad))
     blocks = triton.cdiv(layout.sequence, tiles.tokens)
     total = layout.batch * blocks
     device = q.grad.device
@@ -136,7 +136,7 @@ def backward(
     v_tiles = triton.cdiv(v_heads, tiles.v_heads)
     walkers = copiers = total
     if any(sizes):
-        walkers, copiers = shares(tiles.programs * _device_facts(device)[0], q_tiles + k_tiles, v_tiles, total)
+        walkers, copiers = shares(tiles.programs * device_facts(device)[0], q_tiles + k_tiles, v_tiles, total)
     partial = None
     if any(sizes):
         partial = torch.empty(walkers * (q_tiles * q_columns + k_tiles * k_columns), dtype=acc, device=device)
@@ -201,41 +201,43 @@ def backward(
         "NEEDS_TABLES": needs_tables,
         "Q_COLUMNS": q_columns,
         "K_COLUMNS": k_columns,
-        "ACC": _ACC[acc],
+        "ACC": ARITHMETIC[acc],
         "BT": tiles.tokens,
         "BHQ": tiles.q_heads,
         "BHK": tiles.k_heads,
         "BHV": tiles.v_heads,
         "PAD": next_power_of_2(head_dim),
-        "OVERLAPS": partial is not None and _overlaps(device),
+        "OVERLAPS": partial is not None and may_overlap(device),
     }
     grid = walkers * (q_tiles + k_tiles) + copiers * v_tiles
-    works = [_launch(backward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)]
+    works = [launched(backward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)]
     if partial is not None:
-        works.append(_reduce(partial, outputs, sizes, (walkers * q_tiles, walkers * k_tiles), acc))
+        works.append(add_partials(partial, outputs, sizes, (walkers * q_tiles, walkers * k_tiles), acc))
     if dcos is not None and dsin is not None:
         dcos, dsin = dcos.sum(0), dsin.sum(0)
     scratch = () if partial is None else (partial,)
     return Gradients(outputs[0::2], outputs[1::2], dcos, dsin, works, scratch)
 
 
-def _reduce(
+def add_partials(
     partial: Tensor,
     outputs: Sequence[Tensor | None],
     sizes: Sequence[int],
     rows: tuple[int, int],
     acc: torch.dtype,
 ) -> Work:
+    """Launch the reduction: the rows of `partial` become the gradients of the weights and biases of q and k. `sizes`:
+    of these four; `rows`: of q and of k."""
     none = partial  # stands for a pointer that is not written
     pointers = [partial, *(none if out is None else out for out in outputs), *[none] * (4 - len(outputs))]
     constants = dict(zip(("QW_SIZE", "QB_SIZE", "KW_SIZE", "KB_SIZE"), sizes, strict=True))
-    overlaps = _overlaps(partial.device)
-    constants |= {"ACC": _ACC[acc], "ROWS": 256, "COLS": _REDUCED_COLUMNS, "OVERLAPS": overlaps}
+    overlaps = may_overlap(partial.device)
+    constants |= {"ACC": ARITHMETIC[acc], "ROWS": 256, "COLS": _REDUCED_COLUMNS, "OVERLAPS": overlaps}
     programs = triton.cdiv(sum(sizes), _REDUCED_COLUMNS)
-    return _launch(reduce_kernel, programs, pointers, rows, constants, warps=8, overlaps=overlaps)
+    return launched(reduce_kernel, programs, pointers, rows, constants, warps=8, overlaps=overlaps)
 
 
-def _launch(
+def launched(
     kernel: Any,
     programs: int,
     pointers: Sequence[Tensor],
@@ -245,6 +247,7 @@ def _launch(
     registers: int | None = None,
     overlaps: bool = False,
 ) -> Work:
+    """Launch `kernel`. `overlaps`: it may be set up while the one before it still runs, for which it waits itself."""
     dtypes = [tensor.dtype for tensor in pointers]
     options = {"num_warps": warps} if registers is None else {"num_warps": warps, "maxnreg": registers}
     if overlaps:
@@ -254,7 +257,7 @@ def _launch(
     return Work(launch, pointers)
 
 
-class _Geometry:
+class Geometry:
     """What does not depend on the number of tokens: options, and which parameters there are."""
 
     def __init__(
@@ -307,7 +310,7 @@ class _Geometry:
         return tuple(none if p is None else p.contiguous() for p in self._parameters)
 
 
-class _Layout:
+class Layout:
     """Batch, sequence and the strides of all tensors, in units of VEC elements.
 
     VEC is the largest power of two (up to 16) that divides every stride: the kernels multiply it back, which tells
@@ -396,8 +399,9 @@ def _common_power_of_2(strides: Iterable[int]) -> int:
     return bits & -bits
 
 
-def _site(geometry: _Geometry, layout: _Layout, q_heads: int, k_heads: int, heavy: bool, x: Tensor) -> Site:
-    multiprocessors, architecture = _device_facts(x.device)
+def site_of(geometry: Geometry, layout: Layout, q_heads: int, k_heads: int, heavy: bool, x: Tensor) -> Site:
+    """What the choice of a tile depends on."""
+    multiprocessors, architecture = device_facts(x.device)
     return Site(
         q_heads=q_heads,
         k_heads=k_heads,
@@ -414,13 +418,13 @@ def _site(geometry: _Geometry, layout: _Layout, q_heads: int, k_heads: int, heav
     )
 
 
-def _overlaps(device: torch.device) -> bool:
+def may_overlap(device: torch.device) -> bool:
     """A kernel may be set up while the one before it still runs."""
-    return _device_facts(device)[1] >= 90 and not interpreted()
+    return device_facts(device)[1] >= 90 and not interpreted()
 
 
 @lru_cache
-def _device_facts(device: torch.device) -> tuple[int, int]:
+def device_facts(device: torch.device) -> tuple[int, int]:
     """(multiprocessors, 10 major + minor); one multiprocessor of an H100 for the interpreter."""
     if device.type != "cuda":
         return 1, 90

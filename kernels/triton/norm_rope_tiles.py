@@ -117,12 +117,12 @@ def heads_per_tile(heads: int, limit: int) -> int:
 
 def forward_tiles(site: Site) -> Tiles:
     """Tiles of the forward."""
-    return _tiles(CHOICES[forward_choice(site)], site)
+    return tiles_of(CHOICES[forward_choice(site)], site)
 
 
 def backward_tiles(site: Site) -> Tiles:
     """Tiles of the backward."""
-    return _tiles(CHOICES[backward_choice(site)], site)
+    return tiles_of(CHOICES[backward_choice(site)], site)
 
 
 def forward_choice(site: Site) -> str:
@@ -170,7 +170,8 @@ def shares(resident: int, tiles: int, v_tiles: int, blocks: int) -> tuple[int, i
     return walkers, max(1, min(blocks, 2 * walkers // 3))
 
 
-def _tiles(choice: Choice, site: Site) -> Tiles:
+def tiles_of(choice: Choice, site: Site) -> Tiles:
+    """The tile that a choice means for a site."""
     k_heads = max(site.k_heads, 1)
     if choice.heads:
         q, k = heads_per_tile(site.q_heads, choice.heads), heads_per_tile(k_heads, choice.heads)

@@ -79,8 +79,8 @@ def compiled(arch: int, **instance: Any) -> dict[str, int]:
     recorder = Recorder(block_end.end_kernel)
     facts = mock.Mock(return_value=(132, arch))
     with (
-        mock.patch.multiple(block_end, end_kernel=recorder, _device_facts=facts),
-        mock.patch.multiple(norm_rope, reduce_kernel=Recorder(norm_rope.reduce_kernel), _device_facts=facts),
+        mock.patch.multiple(block_end, end_kernel=recorder, device_facts=facts),
+        mock.patch.multiple(norm_rope, reduce_kernel=Recorder(norm_rope.reduce_kernel), device_facts=facts),
     ):
         run(**instance)
     ((args, kwargs),) = recorder.launches

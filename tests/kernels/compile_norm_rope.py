@@ -60,7 +60,7 @@ def recording(arch: int, multiprocessors: int = 1) -> Iterator[dict[str, Recorde
     recorders = {name: Recorder(getattr(norm_rope, name)) for name in names}
     usable = mock.patch.object(registry, "get", return_value=SimpleNamespace(load=lambda: norm_rope))
     facts = mock.Mock(return_value=(multiprocessors, arch))
-    with usable, mock.patch.multiple(norm_rope, _device_facts=facts, **recorders):
+    with usable, mock.patch.multiple(norm_rope, device_facts=facts, **recorders):
         yield recorders
 
 
