@@ -54,7 +54,32 @@ __device__ __forceinline__ void accumulate(Tile& sum, const Tile& x) {
   }
 }
 
-// Writes a thread's lanes of a row of HEAD_DIM sums, in the parameter's order.
+// Where a lane of the parameters' order lies: the i-th pair of a slot, its first or second member.
+struct Holder {
+  int slot, member, i;
+
+  __device__ explicit Holder(int lane) {
+    const int within = lane % PAIRS;
+    int which;  // of the slot's two vectors
+    if (lane >= ROTARY_START && lane < ROTARY_START + ROTARY_DIM) {
+      const int vector = (lane - ROTARY_START) / PAIRS;
+      constexpr int SLOTS_HERE = ROTATED_SLOTS > 0 ? ROTATED_SLOTS : 1;
+      which = neighbours(NORM_SIDE) ? vector % 2 : vector / SLOTS_HERE;
+      slot = neighbours(NORM_SIDE) ? vector / 2 : vector % SLOTS_HERE;
+    } else {
+      const int vector = (lane < ROTARY_START ? lane : lane - ROTARY_DIM) / PAIRS;
+      constexpr int SLOTS_HERE = PASSING_SLOTS > 0 ? PASSING_SLOTS : 1;
+      which = vector / SLOTS_HERE;
+      slot = ROTATED_SLOTS + vector % SLOTS_HERE;
+    }
+    const bool apart = taken_apart(NORM_SIDE, slot);
+    member = apart ? within % 2 : which;
+    i = apart ? (which * PAIRS + within) / 2 : within;
+    if (PAIRS == 1) member = which;
+  }
+};
+
+// With one row a head: writes a thread's lanes of a row of HEAD_DIM sums, in the parameter's order.
 __device__ __forceinline__ void scatter(Acc* row, const Tile& sum, const Lane& lane, bool active) {
   if (!active) return;
 #pragma unroll
@@ -73,21 +98,41 @@ __device__ __forceinline__ void scatter(Acc* row, const Tile& sum, const Lane& l
 }
 
 // The block's row of sums of one kind (0 = the first that is needed): over its warps and their heads, in their order.
-__device__ void block_sums(Acc* partial, int kind, const Tile& sum, const Lane& lane, bool active) {
-  __shared__ Acc rows[WARPS * HEADS_PER_WARP * HEAD_DIM];
+//
+// In shared memory each of a thread's sums has a line of its own, [warp, chunk, member, i][thread]: no two threads of a
+// warp write to one bank. The lines are a little apart, so that neighbouring lanes are read from different banks too.
+__device__ void block_sums(Acc* partial, int kind, const Tile& sum, const Lane& lane) {
+  constexpr int LINE = 32 + (PAIRS > 1 ? 32 / PAIRS : 0), LINES = CHUNKS * 2 * PAIRS;
+  __shared__ Acc lines[WARPS * LINES * LINE];
   const int warp = threadIdx.x / 32;
-  scatter(rows + (warp * HEADS_PER_WARP + lane.head) * HEAD_DIM, sum, lane, active);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      Acc* const line = lines + (warp * LINES + c * 2 * PAIRS + i) * LINE + threadIdx.x % 32;
+      line[0] = sum.a[c][i];
+      line[PAIRS * LINE] = sum.b[c][i];
+    }
+  }
   __syncthreads();
   constexpr int STREAMS = K_HEADS > 0 ? 2 : 1;
   for (int column = threadIdx.x; column < STREAMS * HEAD_DIM; column += 32 * WARPS) {
     const int stream = column / HEAD_DIM, parameter_lane = column % HEAD_DIM;
+    const Holder holder(parameter_lane);
+    const int chunk = holder.slot / THREADS_PER_HEAD;
+    const Acc* const held =
+        lines + (chunk * 2 * PAIRS + holder.member * PAIRS + holder.i) * LINE + holder.slot % THREADS_PER_HEAD;
     Acc total = 0;
+#pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       const int first_head = (blockIdx.x * WARPS + w) % GROUPS * HEADS_PER_WARP;
+#pragma unroll
       for (int h = 0; h < HEADS_PER_WARP; ++h) {
         const int head = first_head + h;
         const bool counts = stream == 0 ? head < Q_HEADS : head >= Q_HEADS && head < HEADS;
-        if (counts) total += rows[(w * HEADS_PER_WARP + h) * HEAD_DIM + parameter_lane];
+        // A selection, not a branch: all of these loads are in flight at once.
+        const Acc value = held[w * LINES * LINE + h * THREADS_PER_HEAD];
+        total += counts ? value : Acc(0);
       }
     }
     partial[(long long)(blockIdx.x) * COLUMNS + stream * SUMS * HEAD_DIM + kind * HEAD_DIM + parameter_lane] = total;
@@ -147,7 +192,7 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
     if (NEEDS_WEIGHT) scatter(row + head.of_stream * HEAD_DIM, dweight, lane, head.exists);
     if (NEEDS_BIAS) scatter(row + int(NEEDS_WEIGHT) * columns + head.of_stream * HEAD_DIM, dbias, lane, head.exists);
   } else if (SUMS > 0) {
-    if (NEEDS_WEIGHT) block_sums(args.partial, 0, dweight, lane, head.exists);
-    if (NEEDS_BIAS) block_sums(args.partial, int(NEEDS_WEIGHT), dbias, lane, head.exists);
+    if (NEEDS_WEIGHT) block_sums(args.partial, 0, dweight, lane);
+    if (NEEDS_BIAS) block_sums(args.partial, int(NEEDS_WEIGHT), dbias, lane);
   }
 }
