@@ -129,9 +129,11 @@ def measure(call: Call, tensors: Sequence[Tensor], repeats: int, compiled: bool)
     found: dict[str, float] = {}
     with torch.no_grad():
         found["eager"] = host_time(lambda: call(*tensors), repeats)
-    found["recorded"] = host_time(lambda: call(*tensors), repeats)
-    wanted = [t for t in tensors if t.requires_grad]
-    results = call(*tensors)
+    # As in a model: weights are leaves, activations are not.
+    recorded = [t.clone() if t.requires_grad and t.dim() > 1 else t for t in tensors]
+    found["recorded"] = host_time(lambda: call(*recorded), repeats)
+    wanted = [t for t in recorded if t.requires_grad]
+    results = call(*recorded)
     results = [t for t in (results if isinstance(results, tuple) else (results,)) if t.grad_fn is not None]
     grads = [torch.randn_like(t) for t in results]
     found["backward"] = host_time(lambda: torch.autograd.grad(results, wanted, grads, retain_graph=True), repeats)

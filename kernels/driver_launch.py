@@ -19,11 +19,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 _WARP = 32
 _MAP_BYTES = 128
 _MAP_OBJECT_BYTES = 256
 """Of Triton's object around a tensor map, which lies at its offset 128."""
-_INVALID_CONTEXT = 201
+_NO_CONTEXT = 201
 _NUMBERS: dict[str, type[Any]] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
@@ -65,6 +67,8 @@ class _Config(ctypes.Structure):
 class _Driver(NamedTuple):
     launch: Callable[..., int]
     parameter: Callable[..., int]
+    fill: Callable[..., int]
+    context: Callable[[], int]
 
 
 class _Attribute(ctypes.Structure):
@@ -81,18 +85,33 @@ _OVERLAPS = _Attribute(6, 0, (1,))
 def _driver() -> _Driver | None:
     try:
         library = ctypes.CDLL("libcuda.so.1")  # which lets other threads run during a call
-        return _Driver(library.cuLaunchKernelEx, library.cuFuncGetParamInfo)
+
+        def context() -> int:
+            """Make the primary context of PyTorch's device this thread's, as the runtime library does lazily."""
+            found, device = ctypes.c_void_p(), ctypes.c_int(torch.cuda.current_device())
+            return int(library.cuDevicePrimaryCtxRetain(ctypes.byref(found), device) or library.cuCtxSetCurrent(found))
+
+        return _Driver(library.cuLaunchKernelEx, library.cuFuncGetParamInfo, library.cuMemsetD8Async, context)
     except (OSError, AttributeError):
         return None
+
+
+def _again(what: str, driver: _Driver, error: int, call: Callable[..., int], *arguments: Any) -> None:
+    """After a call that failed: once more if this thread had no context."""
+    if error == _NO_CONTEXT:
+        error = driver.context() or call(*arguments)
+    if error:
+        raise RuntimeError(f"the driver refused {what}: CUDA error {error}.")
 
 
 class _Frame:
     """The parameters of one launch at a time."""
 
-    __slots__ = ("addresses", "config", "fixed", "parameters")
+    __slots__ = ("addresses", "config", "fixed", "parameters", "pointer")
 
     def __init__(self, config: _Config, fixed: Sequence[Any], addresses: int) -> None:
         self.config = _Config.from_buffer_copy(config)
+        self.pointer = ctypes.byref(self.config)
         self.fixed = fixed  # kept alive: the parameters point to them
         self.addresses = (ctypes.c_uint64 * addresses)()
         places = iter(range(ctypes.addressof(self.addresses), ctypes.addressof(self.addresses) + 8 * addresses, 8))
@@ -105,21 +124,19 @@ class _Frame:
 class DriverLaunch:
     """A kernel, its grid and all its parameters but the addresses and tensor maps. Made by `driver_launch`."""
 
-    __slots__ = ("_addresses", "_config", "_fixed", "_frames", "_function", "_launch", "_map_places", "_name")
+    __slots__ = ("_addresses", "_config", "_driver", "_fixed", "_frames", "_function", "_launch", "_map_places", "name")
 
-    def __init__(
-        self, name: str, function: int, config: _Config, fixed: Sequence[Any], launch: Callable[..., int]
-    ) -> None:
-        self._name, self._function, self._config, self._launch = name, ctypes.c_void_p(function), config, launch
+    def __init__(self, name: str, function: int, config: _Config, fixed: Sequence[Any], driver: _Driver) -> None:
+        self.name, self._function, self._config = name, ctypes.c_void_p(function), config
+        self._driver, self._launch = driver, driver.launch
         self._fixed = tuple(fixed)
         self._addresses = sum(value is ADDRESS for value in fixed)
         self._map_places = [place for place, value in enumerate(fixed) if value is _MAP]
         # Threads that launch at the same time take a frame each. Lists are atomic.
         self._frames: list[_Frame] = []
 
-    def __call__(self, stream: int, addresses: Sequence[int], maps: Sequence[Any] = ()) -> bool:
-        """Launch; False if this thread has no CUDA context yet, which Triton's launcher makes. `maps`: Triton's objects
-        around the tensor maps, in order."""
+    def __call__(self, stream: int, addresses: Sequence[int], maps: Sequence[Any] = ()) -> None:
+        """Launch. `maps`: Triton's objects around the tensor maps, in order."""
         try:
             frame = self._frames.pop()
         except IndexError:
@@ -127,15 +144,14 @@ class DriverLaunch:
         frame.config.stream = stream
         frame.addresses[:] = addresses  # type: ignore[call-overload]
         parameters = frame.parameters
-        for place, described in zip(self._map_places, maps, strict=True):
-            parameters[place] = id(described) + _MAP_BYTES
-        error = self._launch(ctypes.byref(frame.config), self._function, parameters, None)
-        self._frames.append(frame)
+        if maps:
+            for place, described in zip(self._map_places, maps, strict=True):
+                parameters[place] = id(described) + _MAP_BYTES
+        error = self._launch(frame.pointer, self._function, parameters, None)
         if error:
-            if error == _INVALID_CONTEXT:
-                return False
-            raise RuntimeError(f"the driver refused to launch {self._name}: CUDA error {error}.")
-        return True
+            arguments = frame.pointer, self._function, parameters, None
+            _again(f"to launch {self.name}", self._driver, error, self._launch, *arguments)
+        self._frames.append(frame)
 
 
 def driver_launch(
@@ -165,7 +181,7 @@ def driver_launch(
     config = _Config(*(*grid, 1, 1)[:3], warps * _WARP, 1, 1, shared, None, attributes, int(overlaps))
     if not config.grid_x * config.grid_y * config.grid_z:
         return None
-    return DriverLaunch(getattr(compiled, "name", "a kernel"), compiled.function, config, parameters, found.launch)
+    return DriverLaunch(getattr(compiled, "name", "a kernel"), compiled.function, config, parameters, found)
 
 
 def _parameters(kinds: Sequence[Any], arguments: Sequence[Any]) -> list[Any] | None:
@@ -232,3 +248,27 @@ def _is_as_loaded(driver: _Driver, function: int, sizes: Sequence[int]) -> bool:
         if driver.parameter(kernel, ctypes.c_size_t(index), *found) or size.value != expected:
             return False
     return bool(driver.parameter(kernel, ctypes.c_size_t(len(sizes)), *found))
+
+
+class Zeros:
+    """Sets bytes to zero: `torch.zeros` of a few, at a third of its price. A launch like any other to a `Replay`."""
+
+    repeatable = True
+    __slots__ = ("_bytes", "_driver", "_index")
+
+    def __init__(self, count: int, index: int, driver: _Driver) -> None:
+        self._bytes, self._index, self._driver = ctypes.c_size_t(count), index, driver
+
+    def here(self, addresses: Sequence[int]) -> None:
+        """On the current stream of the current device."""
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._index))
+        arguments = ctypes.c_uint64(addresses[0]), ctypes.c_ubyte(0), self._bytes, stream
+        error = self._driver.fill(*arguments)
+        if error:
+            _again("to fill memory", self._driver, error, self._driver.fill, *arguments)
+
+
+def zeros(count: int, device: torch.device) -> Zeros | None:
+    """A filler of so many bytes; None where there is no driver."""
+    found = _driver() if device.type == "cuda" and device.index is not None else None
+    return None if found is None else Zeros(count, device.index, found)

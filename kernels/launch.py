@@ -176,9 +176,8 @@ class _Started:
     def here(self, addresses: Sequence[int]) -> None:
         """Launch on the current stream of the current device."""
         if self._by_driver is not None and not _hooked(self._kernel):
-            stream = driver.active.get_current_stream(self._index)
-            if self._by_driver(stream, addresses):
-                return
+            self._by_driver(driver.active.get_current_stream(self._index), addresses)
+            return
         pointers = iter(list(map(Address, addresses, self._dtypes)))
         arguments = _mapped(lambda x: next(pointers) if x is ADDRESS else x, self._arguments)
         self._kernel[self._grid](*arguments, **self._constants)
@@ -204,11 +203,11 @@ def _direct_launch(
     x, y, z = (*grid, 1, 1)[:3]
     current_stream = driver.active.get_current_stream
     by_driver = driver_launch(compiled, grid, (*(ADDRESS,) * pointers, *tail))
+    if by_driver is not None:
+        return lambda addresses: by_driver(current_stream(index), addresses)
 
     def launch(addresses: Sequence[int]) -> None:
-        stream = current_stream(index)
-        if by_driver is None or not by_driver(stream, addresses):
-            run(x, y, z, stream, function, metadata, None, None, None, *addresses, *tail)
+        run(x, y, z, current_stream(index), function, metadata, None, None, None, *addresses, *tail)
 
     return launch
 

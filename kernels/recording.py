@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .driver_launch import zeros
 from .replay import Allocation, Launchable, LaunchStep, OperationStep, Replay, Slot, Value
 
 _aten = torch.ops.aten
@@ -31,6 +32,8 @@ _ALLOCATING = frozenset({
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 })  # fmt: skip
+_ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default})
+_FEW_BYTES = 4096
 _UNREPEATABLE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _ALIGNMENT = 16
 _NULL = -1
@@ -58,6 +61,16 @@ class _Operation:
     kwargs: Mapping[str, Any]
     outputs: Sequence[int]
     """Places of the results."""
+
+    @property
+    def allocates(self) -> bool:
+        """It makes a tensor and does not fill it."""
+        return self.function in _ALLOCATING
+
+    @property
+    def matters(self) -> bool:
+        """It does more than give results: it writes to a tensor, or moves a random generator."""
+        return bool(self.function._schema.is_mutable) or torch.Tag.nondeterministic_seeded in self.function.tags
 
 
 class Recording(TorchDispatchMode):
@@ -111,11 +124,26 @@ class Recording(TorchDispatchMode):
             or any(isinstance(x, Tensor) for x in tree_leaves(nested))
             or any(isinstance(x, Tensor) and id(x) not in self._places for x in (*args, *kwargs.values()))
         )
+        if not self._refused and function in _ZEROS and self._see_zeros(result):
+            return
         before = len(self._tensors)
         outputs = [self._places.get(id(x), -1) if id(x) in self._places else self._keep(x) for x in results]
         if not function.is_view:
             self._made.update(place for place in outputs if place >= before)
         self._steps.append(_Operation(function, args, kwargs, outputs))
+
+    def _see_zeros(self, made: Tensor) -> bool:
+        """Few zeros as an allocation and a launch: the driver fills memory with less ado than PyTorch's kernel."""
+        filler = zeros(made.nbytes, made.device) if 0 < made.nbytes <= _FEW_BYTES else None
+        if filler is None:
+            return False
+        shape = list(made.shape)
+        options = {"dtype": made.dtype, "device": made.device}
+        place = self._keep(made)
+        self._made.add(place)
+        self._steps.append(_Operation(_aten.empty.memory_format, (shape,), options, [place]))
+        self._steps.append((filler, (made.data_ptr(),)))
+        return True
 
     def _keep(self, tensor: Tensor | None) -> int:
         self._tensors.append(tensor)
@@ -165,9 +193,8 @@ class Recording(TorchDispatchMode):
         needed, kept = set(results), []
         for number, step in reversed(list(enumerate(self._steps))):
             if isinstance(step, _Operation):
-                allocates = step.function in _ALLOCATING
-                wanted = needed | addressed if allocates else needed
-                if (allocates or step.function.is_view) and wanted.isdisjoint(step.outputs):
+                wanted = needed if step.function.is_view else needed | addressed
+                if not step.matters and wanted.isdisjoint(step.outputs):
                     continue
                 needed.update(self._inputs(step))
             kept.append(number)
@@ -176,7 +203,7 @@ class Recording(TorchDispatchMode):
         slots = {_NULL: _NULL} | {place: place for place in range(len(self._arguments))}
         allocations: list[Allocation] = []
         for step in (self._steps[number] for number in kept):
-            if isinstance(step, _Operation) and step.function in _ALLOCATING:
+            if isinstance(step, _Operation) and step.allocates:
                 view = shaped.get(step.outputs[0], step.outputs[0])
                 slots[step.outputs[0]] = slots[view] = len(self._arguments) + len(allocations)
                 allocations.append(Allocation.like(self._tensor(view)))
@@ -185,11 +212,9 @@ class Recording(TorchDispatchMode):
         for number in kept:
             step = self._steps[number]
             if not isinstance(step, _Operation):
-                steps.append(LaunchStep.of(step[0], [(slots[place], offset) for place, offset in located[number]]))
+                steps.append(LaunchStep(step[0], [(slots[place], offset) for place, offset in located[number]]))
                 continue
-            if all(place in slots for place in step.outputs) and (
-                step.function in _ALLOCATING or step.function.is_view
-            ):
+            if step.allocates or (step.function.is_view and all(place in slots for place in step.outputs)):
                 continue
             new = [place for place in step.outputs if place not in slots]
             if new and len(new) < len(step.outputs):
@@ -205,7 +230,7 @@ class Recording(TorchDispatchMode):
         view's strides."""
         operations = [step for step in (self._steps[number] for number in kept) if isinstance(step, _Operation)]
         uses = Counter(place for step in operations for place in self._inputs(step))
-        allocated = {step.outputs[0] for step in operations if step.function in _ALLOCATING}
+        allocated = {step.outputs[0] for step in operations if step.allocates}
         found = {}
         for step in operations:
             if not step.function.is_view or len(step.outputs) > 1 or step.outputs[0] not in results:

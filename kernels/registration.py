@@ -34,6 +34,11 @@ _RECENT = 4
 """Calls of the same options and other shapes that are compared with a call before its key is made."""
 _operators: list[Operator] = []
 _is_grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_torchscript_tracing: Callable[[], object] = torch._C._get_tracing_state
 
 
 class Planned(Protocol):
@@ -97,6 +102,8 @@ class Operator:
         arguments = self.overload._schema.arguments
         self._names = [a.name for a in arguments if not a.kwarg_only]
         self.defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
+        self._default_items = list(self.defaults.items())
+        self._lists = [index for index, a in enumerate(a for a in arguments if a.kwarg_only) if "List" in str(a.type)]
         library.impl(name, self.forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         library.impl(name, self.autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"{library.ns}::{name}", self.fake, lib=library)
@@ -214,8 +221,10 @@ class Operator:
 
     def values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """Of all options, in the schema's order, hashable. One that is left out has its default."""
-        given = (options.get(name, default) for name, default in self.defaults.items())
-        return tuple([tuple(value) if type(value) is list else value for value in given])
+        given = [options.get(name, default) for name, default in self._default_items]
+        for index in self._lists:
+            given[index] = tuple(given[index])
+        return tuple(given)
 
     def padded(self, args: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """All positional arguments: callers and the dispatcher leave out those at the end that are None."""
@@ -248,13 +257,8 @@ def plain(args: Sequence[object]) -> bool:
 
 def plain_mode() -> bool:
     """Nobody traces, transforms, overrides or profiles calls."""
-    c = torch._C
     return not (
-        c._len_torch_dispatch_stack()
-        or c._len_torch_function_stack()
-        or c._are_functorch_transforms_active()
-        or c._autograd._profiler_enabled()
-        or c._get_tracing_state()
+        _dispatch_modes() or _function_modes() or _functorch_transforms() or _profiled() or _torchscript_tracing()
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -75,27 +76,25 @@ class Allocation:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
-@dataclass(frozen=True, slots=True)
 class LaunchStep:
     """A launch with its addresses."""
 
-    here: Callable[[Sequence[int]], None]
-    numbers: Sequence[int]
-    offsets: Sequence[int] | None
-    """None where all are zero."""
+    __slots__ = ("_offsets", "_pick", "here")
 
-    @classmethod
-    def of(cls, launch: Launchable, slots: Sequence[Slot]) -> LaunchStep:
-        """A launch whose addresses come from `slots`."""
+    def __init__(self, launch: Launchable, slots: Sequence[Slot]) -> None:
+        self.here = launch.here
+        numbers = [number for number, _ in slots]
+        # Of the addresses of all tensors those of this launch, as a tuple.
+        self._pick: Callable[[Sequence[int]], tuple[int, ...]] = (
+            itemgetter(*numbers) if len(numbers) > 1 else lambda addresses: tuple([addresses[n] for n in numbers])
+        )
         offsets = [offset for _, offset in slots]
-        return cls(launch.here, [number for number, _ in slots], offsets if any(offsets) else None)
+        self._offsets = offsets if any(offsets) else None
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch, on the current stream of the current device. `addresses`: of all tensors."""
-        if self.offsets is None:
-            self.here([addresses[number] for number in self.numbers])
-        else:
-            self.here([addresses[number] + more for number, more in zip(self.numbers, self.offsets, strict=True)])
+        picked = self._pick(addresses)
+        self.here(picked if self._offsets is None else list(map(add, picked, self._offsets)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ class Replay:
             known = [slot for slot in slots if slot is not None]
             if len(known) < len(slots):
                 return None
-            steps.append(LaunchStep.of(work.launch, known))
+            steps.append(LaunchStep(work.launch, known))
         numbers = range(len(arguments), len(arguments) + len(results))
         return cls(len(arguments), [Allocation.like(tensor) for tensor in made], steps, numbers)
 
@@ -175,10 +174,10 @@ class Replay:
         """The results."""
         if len(arguments) != self._arguments:
             raise ValueError(f"the call had {self._arguments} tensor arguments (None counts), now {len(arguments)}.")
-        if self._device is not None and _current_device() != self._device:
-            with torch.cuda.device(self._device):
-                return self._repeat(arguments)
-        return self._repeat(arguments)
+        if self._device is None or _current_device() == self._device:
+            return self._repeat(arguments)
+        with torch.cuda.device(self._device):
+            return self._repeat(arguments)
 
     def takes(self, arguments: Sequence[Tensor | None]) -> bool:
         """Whether arguments of the same `call_key` may be used."""

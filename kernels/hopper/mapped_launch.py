@@ -83,7 +83,9 @@ class MappedLaunch:
             for which, (kept, address) in enumerate(zip(self._encoded, mapped, strict=True))
         ]
         stream = driver.active.get_current_stream(self._index)
-        if self._by_driver is None or not self._by_driver(stream, pointers, [encoded[0] for encoded in maps]):
+        if self._by_driver is not None:
+            self._by_driver(stream, pointers, [encoded[0] for encoded in maps])
+        else:
             arguments = [argument for encoded in maps for argument in encoded]
             self._function(*self._grid, stream, *self._before, *arguments, *pointers, *self._tail)
 

@@ -228,9 +228,9 @@ def test_launches_go_to_the_driver(device: torch.device, monkeypatch: pytest.Mon
     names: list[str] = []
     launch = DriverLaunch.__call__
 
-    def counting(self: DriverLaunch, *arguments: Any) -> bool:
-        names.append(self._name)
-        return launch(self, *arguments)
+    def counting(self: DriverLaunch, *arguments: Any) -> None:
+        names.append(self.name)
+        launch(self, *arguments)
 
     step("hopper", causal="top_left")
     monkeypatch.setattr(DriverLaunch, "__call__", counting)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fusion_pass.kernels import driver_launch as module
 from fusion_pass.kernels.driver_launch import ADDRESS, Shape, driver_launch
@@ -31,10 +32,23 @@ class Driver:
     """The two functions of the driver, called as C functions are."""
 
     def __init__(self, sizes: tuple[int, ...] = SIZES) -> None:
-        self.sizes, self.error, self.launches = sizes, 0, []
+        self.sizes, self.error, self.launches, self.contexts = sizes, 0, [], 0
+        self.filled: list[tuple[int, ...]] = []
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self.launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self._launch)
         self.parameter = ctypes.CFUNCTYPE(ctypes.c_int, pointer, size, pointer, pointer)(self._parameter)
+
+        self.fill = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_ubyte, size, pointer)(self._fill)
+
+    def context(self) -> int:
+        """Give this thread a context."""
+        self.contexts += 1
+        self.error = 0
+        return 0
+
+    def _fill(self, *arguments: int) -> int:
+        self.filled.append(arguments)
+        return self.error
 
     def _launch(self, config: int, function: int, parameters: int, extra: int | None) -> int:
         fields = struct.unpack("7I4xQQI4x", ctypes.string_at(config, 56))
@@ -78,7 +92,7 @@ def test_what_the_driver_reads(driver: Driver, map_at: Any) -> None:
     launch = driver_launch(compiled(), (5, 2), ARGUMENTS, TensorMap)
     assert launch is not None
     for stream, x, y in ((9, 4096, 512), (0, 1 << 47, 16)):
-        assert launch(stream, [x, y], [map_at])
+        launch(stream, (x, y), [map_at])
         (*grid, warps_x, block_y, block_z, shared, on, attributes, count), function, values, extra = driver.launches[-1]
         assert (grid, warps_x, block_y, block_z, shared) == ([5, 2, 1], 128, 1, 1, 1000)
         assert (on, attributes, count, function, extra) == (stream, 0, 0, 77, None)
@@ -117,11 +131,21 @@ def test_threads_have_parameters_of_their_own(driver: Driver, map_at: Any) -> No
 def test_errors(driver: Driver, map_at: Any) -> None:
     launch = driver_launch(compiled(), (1,), ARGUMENTS, TensorMap)
     assert launch is not None
-    driver.error = 201  # no context yet
-    assert not launch(0, [16, 16], [map_at])
+    driver.error = 201  # the thread has no context yet
+    launch(0, [16, 16], [map_at])
+    assert (driver.contexts, len(driver.launches)) == (1, 2)
     driver.error = 700
     with pytest.raises(RuntimeError, match="refused to launch kernel: CUDA error 700"):
         launch(0, [16, 16], [map_at])
+
+
+def test_zeros(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+    fill = module.zeros(4, torch.device("cuda", 1))
+    assert fill is not None
+    fill.here([1 << 40])
+    assert driver.filled == [(1 << 40, 0, 4, 101)]
+    assert module.zeros(4, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fusion_pass.kernels import recording
 from fusion_pass.kernels.recording import Recording
-from fusion_pass.kernels.replay import Replay
+from fusion_pass.kernels.replay import LaunchStep, OperationStep, Replay
 
 
 class Recorder:
@@ -85,6 +86,42 @@ def test_launches_see_what_operations_made() -> None:
     copy, counter = replay([torch.full((3,), 5.0)])
     assert launch.addresses == [copy.data_ptr(), counter.data_ptr()]
     assert (copy.tolist(), counter.tolist()) == ([-5.0] * 3, [0])
+
+
+def test_what_nobody_needs_is_not_done_again() -> None:
+    def call(x: Tensor) -> list[Tensor]:
+        torch.cumsum(x, 0).square()
+        used = torch.arange(3)
+        launch([used.data_ptr()])
+        x.mul(2).add_(1)
+        return [x.new_empty(4)]
+
+    launch = Recorder()
+    replay = record(call, torch.ones(3))
+    assert replay is not None
+    done = [step.function for step in replay._steps if isinstance(step, OperationStep)]
+    aten = torch.ops.aten
+    assert done == [aten.arange.default, aten.mul.Tensor, aten.add_.Tensor]
+    replay([torch.ones(3)])
+    assert launch.addresses[0]
+
+
+def test_few_zeros_are_filled_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Filler(Recorder):
+        def here(self, addresses: Sequence[int]) -> None:
+            super().here(addresses)
+            ctypes.memset(addresses[0], 0, 12)
+
+    filler = Filler()
+    monkeypatch.setattr(recording, "zeros", lambda count, device: filler if count == 12 else None)
+    replay = record(lambda x: [torch.zeros(3), x.new_zeros((2,))], torch.ones(4))
+    assert replay is not None
+    assert [type(step) for step in replay._steps] == [LaunchStep, OperationStep]
+    for _ in range(3):
+        first, second = replay([torch.ones(4)])
+        assert (first.tolist(), second.tolist()) == ([0.0] * 3, [0.0] * 2)
+        assert filler.addresses == [first.data_ptr()]
+        first.fill_(5)
 
 
 CONSTANT = torch.ones(4)
