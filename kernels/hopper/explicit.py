@@ -86,6 +86,7 @@ def _plan(
     own_blocks = -(-own // block)
     other_blocks = -(-other // block) + 1  # one more, of zeros: an attention kernel's last block may end in it
     width = other_blocks * block // word
+    words = _power_of_2(other_block // word)
     tiles, others = -(-own // own_block), -(-other // other_block)
     int32 = torch.int32
     return _Plan(
@@ -102,14 +103,18 @@ def _plan(
         ranges=Launch(
             mask_ranges, (tiles, batch), device, (int32, int32), (own, other, own_blocks * block, width),
             {
-                "FORWARD": forward, "OWN": own_block, "OWN_PADDED": 1 << (own_block - 1).bit_length(),
-                "OTHER": other_block,
-                "BLOCKS": _RANGES_WORDS * word // other_block,
+                "FORWARD": forward, "OWN": own_block, "OWN_PADDED": _power_of_2(own_block), "OTHER": other_block,
+                "WORDS_PADDED": words, "BLOCKS": _RANGES_WORDS // words,
             },
             num_warps=8,
         ),
         order=Launch(
             mask_order, (others, batch), device, (int32, int32), (tiles, others),
-            {"BLOCKS": 1 << (tiles - 1).bit_length()}, num_warps=4,
+            {"BLOCKS": _power_of_2(tiles)}, num_warps=4,
         ) if order else None,
     )  # fmt: skip
+
+
+def _power_of_2(n: int) -> int:
+    """The smallest one that is not below `n`."""
+    return 1 << (n - 1).bit_length()

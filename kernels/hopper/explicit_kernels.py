@@ -46,7 +46,8 @@ def mask_bits(
 @triton.jit
 def mask_ranges(
     bits, ranges, own_length, other_length, padded, width,
-    FORWARD: tl.constexpr, OWN: tl.constexpr, OWN_PADDED: tl.constexpr, OTHER: tl.constexpr, BLOCKS: tl.constexpr,
+    FORWARD: tl.constexpr, OWN: tl.constexpr, OWN_PADDED: tl.constexpr, OTHER: tl.constexpr,
+    WORDS_PADDED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of own tokens, batch). `ranges`: int32 [batch, tiles, 4], see `rows.Rows`: of the blocks that are
     seen whole the first run. BLOCKS at a time."""
@@ -55,14 +56,18 @@ def mask_ranges(
     first, last, clear_first = blocks, 0, blocks
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
-        some, every = _state(bits, b, tile, start, own_length, padded, width, OWN, OWN_PADDED, OTHER, BLOCKS)
+        some, every = _state(
+            bits, b, tile, start, own_length, padded, width, OWN, OWN_PADDED, OTHER, WORDS_PADDED, BLOCKS
+        )
         first = tl.minimum(first, tl.min(tl.where(some, block, blocks), 0))
         last = tl.maximum(last, tl.max(tl.where(some, block + 1, 0), 0))
         clear_first = tl.minimum(clear_first, tl.min(tl.where(every, block, blocks), 0))
     clear_last = blocks
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
-        some, every = _state(bits, b, tile, start, own_length, padded, width, OWN, OWN_PADDED, OTHER, BLOCKS)
+        some, every = _state(
+            bits, b, tile, start, own_length, padded, width, OWN, OWN_PADDED, OTHER, WORDS_PADDED, BLOCKS
+        )
         clear_last = tl.minimum(clear_last, tl.min(tl.where(every | (block < clear_first), blocks, block), 0))
     first = tl.minimum(first, last)
     if FORWARD:
@@ -76,32 +81,25 @@ def mask_ranges(
 
 @triton.jit
 def _state(
-    bits,
-    b,
-    tile,
-    start,
-    own_length,
-    padded,
-    width,
-    OWN: tl.constexpr,
-    OWN_PADDED: tl.constexpr,
-    OTHER: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    bits, b, tile, start, own_length, padded, width,
+    OWN: tl.constexpr, OWN_PADDED: tl.constexpr, OTHER: tl.constexpr, WORDS_PADDED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Whether some pair of the tile and each of BLOCKS blocks from `start` on is seen, and whether every pair is. Own
     tokens past the end do not count, others keep a block from being seen whole."""
     WORDS: tl.constexpr = OTHER // WORD
     within = tl.arange(0, OWN_PADDED)
     own = tl.where(within < OWN, tile * OWN + within, own_length)
-    word = start * WORDS + tl.arange(0, BLOCKS * WORDS)
+    place = tl.arange(0, BLOCKS * WORDS_PADDED)
+    part = place % WORDS_PADDED
+    word = (start + place // WORDS_PADDED) * WORDS + part
     line = b * padded + own
-    inside = (own < own_length)[:, None]
     # What is past the last word is past the last block, and seen by nobody.
-    found = tl.load(bits + line[:, None] * width + word[None, :], mask=inside & (word < width)[None, :], other=0)
+    read = (own < own_length)[:, None] & ((word < width) & (part < WORDS))[None, :]
+    found = tl.load(bits + line[:, None] * width + word[None, :], mask=read, other=0)
     union = tl.max((found != 0).to(tl.int32), 0)
-    whole = tl.min(((found == -1) | (own >= own_length)[:, None]).to(tl.int32), 0)
-    some = tl.max(tl.reshape(union, [BLOCKS, WORDS]), 1) != 0
-    every = tl.min(tl.reshape(whole, [BLOCKS, WORDS]), 1) != 0
+    whole = (found == -1) | (own >= own_length)[:, None] | (part >= WORDS)[None, :]
+    some = tl.max(tl.reshape(union, [BLOCKS, WORDS_PADDED]), 1) != 0
+    every = tl.min(tl.reshape(tl.min(whole.to(tl.int32), 0), [BLOCKS, WORDS_PADDED]), 1) != 0
     return some, every
 
 
