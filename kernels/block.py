@@ -437,7 +437,10 @@ def _backward_fake(
 
 
 def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     needed = dict(zip(TENSORS, ctx.needs_input_grad, strict=False))  # arguments at the end may be missing
     if needed.get("mask", False):
