@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,3 +179,42 @@ def test_other_map_objects_and_empty_grids(driver: Driver) -> None:
     too_large = (*ARGUMENTS[:3], 1 << 31, *ARGUMENTS[4:])
     assert driver_launch(compiled(), (1,), too_large, TensorMap) is None
     assert driver_launch(compiled(), (1,), ARGUMENTS, TensorMap) is not None
+
+
+def test_parameters_are_those_of_a_compiled_kernel(tmp_path: Path) -> None:
+    """Number and sizes as Triton's compiler writes them to the kernel's entry point. In a process of its own: in this
+    one kernels are interpreted."""
+    pytest.importorskip("triton")
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED)
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, entry = done.stdout.splitlines()
+    assert ours == entry
+
+
+COMPILED = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from fusion_pass.kernels import driver_launch as module
+from fusion_pass.kernels.driver_launch import ADDRESS
+
+@triton.jit
+def kernel(x, pair, n, big, eps, nothing, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(pair[0] + at * pair[1]) * eps + n + big)
+
+signature = {
+    "x": "*fp32", "pair": ("*fp32", "i32", "constexpr"), "n": "i32", "big": "i64", "eps": "fp32",
+    "nothing": "constexpr", "BLOCK": "constexpr",
+}
+source = triton.compiler.ASTSource(kernel, signature, {(1, 2): None, (5,): None, (6,): 64})
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+arguments = (ADDRESS, (ADDRESS, 3, None), 5, 1 << 40, 0.5, None, 64)
+print([module._size(p) for p in module._parameters(tuple(made.src.signature.values()), arguments)])
+entry = made.asm["ptx"].split(".entry", 1)[1].split("{", 1)[0]
+kinds = [line.split(".param", 1)[1].replace(".ptr .global .align 1", "").split()[0] for line in entry.splitlines()
+         if ".param" in line]
+print([{".u64": 8, ".b64": 8, ".u32": 4, ".b32": 4, ".f32": 4}[kind] for kind in kinds])
+"""
