@@ -31,7 +31,12 @@ def test_lists_every_kernel_with_a_reason_where_it_cannot_run() -> None:
 
 def test_a_missing_package_gets_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda distribution: None)
-    for name, remedy in (("triton", "fusion-pass[triton]"), ("transformers", "fusion-pass[zoo]"), ("torch_npu", "NPU")):
+    for name, remedy in (
+        ("triton", "fusion-pass[triton]"),
+        ("cuda-core", "fusion-pass[cuda]"),
+        ("transformers", "fusion-pass[zoo]"),
+        ("torch_npu", "NPU"),
+    ):  # noqa: E501
         assert part(name).found is None
         assert remedy in part(name).lack
 
