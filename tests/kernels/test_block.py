@@ -157,8 +157,9 @@ def in_parts(grad: Tensor, parts: int) -> Tensor:
     return (grad.unsqueeze(3) * shares[:, None]).flatten(2, 3)
 
 
-def unfinished_reference(parts: int) -> Any:
-    """`AttentionBackend.unfinished_backward` by the reference, with `parts` of dK and dV."""
+def unfinished_reference(parts: int, in_place: bool) -> Any:
+    """`AttentionBackend.unfinished_backward` by the reference, with `parts` of dK and dV; `in_place`: dV is written
+    where it belongs."""
 
     def unfinished_backward(
         problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, dv: Any, sinks: bool
@@ -166,23 +167,30 @@ def unfinished_reference(parts: int) -> Any:
         needs = (True, True, True, sinks)
         dq, dk, own_dv, dsinks = attention_reference.backward(problem, grad_out, grad_lse, out, lse, needs)
         dq = (dq / problem.scale).transpose(1, 2).contiguous().transpose(1, 2)
-        if parts == 1 and dv is not None:
-            own_dv = dv.copy_(own_dv)
-        return Unfinished(dq, problem.scale, in_parts(dk, parts), in_parts(own_dv, parts), parts, dsinks)
+        values = dv.copy_(own_dv) if in_place and dv is not None else in_parts(own_dv, parts)
+        return Unfinished(dq, problem.scale, in_parts(dk, parts), values, parts, dsinks)
 
     return unfinished_backward
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are tested on it")
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_packed", "grouped", "gemma3", "gemma2_packed", "qwen3_vl", "gpt_oss"])
-def test_one_launch_ends_the_backward(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "parts", "in_place"),
+    [
+        *((name, parts, parts == 1) for name in ("qwen3", "qwen3_packed", "grouped", "gemma3") for parts in (1, 3)),
+        *((name, 1, True) for name in ("gemma2_packed", "qwen3_vl", "gpt_oss")),
+        ("qwen3_packed", 1, False),
+    ],
+)
+def test_one_launch_ends_the_backward(name: str, parts: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused end in Triton's interpreter, behind the reference's attention."""
     from fusion_pass.kernels.triton import block_end
 
     ends = []
     finish = block_end.finish
-    monkeypatch.setattr(attention_reference, "unfinished_backward", unfinished_reference(parts), raising=False)
+    monkeypatch.setattr(
+        attention_reference, "unfinished_backward", unfinished_reference(parts, in_place), raising=False
+    )
     monkeypatch.setattr(block_end, "finish", lambda *args: ends.append(args) or finish(*args))
     check(CASES[name], torch.float32, torch.device("cpu"), "triton+reference", fixed_tables=True)
     assert len(ends) == 1
