@@ -2,7 +2,7 @@
 
 Inductor's and AOTAutograd's caches know an operator by its name, not by its body or its backward (pytorch issue
 144344). So the digest covers the sources of the pass, the patterns and the kernels, those of third-party patterns,
-the versions of torch and triton, and the configuration: a changed kernel never meets an artefact compiled with the
+the versions of torch and of what compiles the kernels, and the configuration: a changed kernel never meets an artefact compiled with the
 old one.
 """
 
@@ -46,7 +46,9 @@ def _code_digest(extra: tuple[Path, ...]) -> bytes:
         importlib.import_module(name) for name in ("fusion_pass", "fusion_pass.patterns", "fusion_pass.kernels")
     ]
     roots = [Path(folder) for package in packages for folder in package.__path__]
-    versions = f"{torch.__version__} {torch.version.git_version} {_version('triton')} {_version('triton-ascend')}"
+    # An artefact names its kernels: without the package that compiles one of them it must not be found.
+    compilers = " ".join(map(_version, ("triton", "triton-ascend", "cuda-core", "cuda-bindings")))
+    versions = f"{torch.__version__} {torch.version.git_version} {compilers}"
     return hashlib.sha256(sources_digest([*roots, *extra]) + versions.encode()).digest()
 
 

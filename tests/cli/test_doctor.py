@@ -36,7 +36,7 @@ def test_a_missing_package_gets_its_remedy(monkeypatch: pytest.MonkeyPatch) -> N
         ("cuda-core", "fusion-pass[cuda]"),
         ("transformers", "fusion-pass[zoo]"),
         ("torch_npu", "NPU"),
-    ):  # noqa: E501
+    ):
         assert part(name).found is None
         assert remedy in part(name).lack
 
