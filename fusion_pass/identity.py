@@ -2,8 +2,8 @@
 
 Inductor's and AOTAutograd's caches know an operator by its name, not by its body or its backward (pytorch issue
 144344). So the digest covers the sources of the pass, the patterns and the kernels, those of third-party patterns,
-the versions of torch and of what compiles the kernels, and the configuration: a changed kernel never meets an artefact compiled with the
-old one.
+the versions of torch and of what compiles the kernels, and the configuration: a changed kernel never meets an artefact
+compiled with the old one.
 """
 
 from __future__ import annotations
