@@ -2,8 +2,8 @@
 
     python -m benchmarks.host_time [--first-call]
 
-Every call is small (one token; attention of 128 queries), so that the device keeps up, and the device is idle before
-each. Ways in: `eager` the Python function without a gradient, `recorded` the same with one, `backward` of it by
+Every call is small (one token; attention of 128 queries), so that the device keeps up. Calls are made ten at a time,
+with the device idle before; the median of such tens. Ways in: `eager` the Python function without a gradient, `recorded` the same with one, `backward` of it by
 `torch.autograd.grad`, `torch.ops` as Inductor's code calls it, `compiled` a `torch.compile`d function of this call
 alone, its guards included, and `graphs` the same with mode="reduce-overhead". `--first-call`: seconds of the first
 attention call, forward and backward, in a new process with an empty and with a filled Triton cache.
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from fusion_pass import kernels
 
-from .timing import Row, host_time, write_results
+from .timing import Row, write_results
 
 _FIRST_CALL = """
 import json, time, torch
@@ -45,6 +47,21 @@ print(json.dumps({"import": imported - start, "forward": forward - imported, "ba
 """
 
 Call = Callable[..., Any]
+_TOGETHER = 10
+
+
+def host_time(call: Callable[[], object], repeats: int) -> float:
+    """Microseconds the host spends in one call."""
+    for _ in range(20):
+        call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(_TOGETHER):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / _TOGETHER)
+    return statistics.median(times)
 
 
 def _random(*shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -183,7 +200,7 @@ def main() -> None:
     """Print and write `benchmarks/results/host_time-CARD.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first-call", action="store_true", help="measure the first call, too")
-    parser.add_argument("--repeats", type=int, default=300, help="calls a measurement")
+    parser.add_argument("--repeats", type=int, default=60, help="tens of calls a measurement")
     parser.add_argument("--cases", nargs="*", default=list(CASES), help="names of cases (default: all)")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     arguments = parser.parse_args()

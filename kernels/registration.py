@@ -102,6 +102,8 @@ class Operator:
         arguments = self.overload._schema.arguments
         self._names = [a.name for a in arguments if not a.kwarg_only]
         self.defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
+        # By the number of positional arguments: the names of all others.
+        self._by_name = [{*self._names[count:], *self.defaults} for count in range(len(self._names) + 1)]
         self._default_items = list(self.defaults.items())
         self._lists = [index for index, a in enumerate(a for a in arguments if a.kwarg_only) if "List" in str(a.type)]
         library.impl(name, self.forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -120,14 +122,15 @@ class Operator:
             return self._through_dispatcher(*tensors, **dict(zip(self.defaults, values, strict=True)))
         return self._repeat(recent, tensors)
 
-    def _from_overload(self, *args: Any, **options: Any) -> Any:
-        """`torch.ops.fusion_pass.<name>.default(*args, **options)`."""
-        if len(args) <= len(self._names) and options.keys() <= self.defaults.keys():
-            tensors = self.padded(args)
-            recent = self._recall(tensors, self.values(options))
+    def _from_overload(self, *args: Any, **given: Any) -> Any:
+        """`torch.ops.fusion_pass.<name>.default(*args, **given)`. Inductor gives optional tensors by name."""
+        count = len(args)
+        if count < len(self._by_name) and given.keys() <= self._by_name[count]:
+            tensors = (*args, *map(given.get, self._names[count:]))
+            recent = self._recall(tensors, self.values(given))
             if recent is not None:
                 return self._repeat(recent, tensors)
-        return self._through_dispatcher(*args, **options)
+        return self._through_dispatcher(*args, **given)
 
     def _recall(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Recent | None:
         """The same call as it was made before, if this one is made in plain eager mode."""

@@ -69,6 +69,24 @@ def test_every_way_in_is_repeated_with_its_addresses(calls: dict[str, Any]) -> N
     assert len(calls["launch"].addresses) == 6
 
 
+def test_compiled_code_is_repeated(calls: dict[str, Any]) -> None:
+    """Inductor gives optional tensors by name."""
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal="top_left"), fullgraph=True)
+    for _ in range(4):
+        out, _ = compiled(*inputs())
+        assert out.shape == (1, 4, 2, 8)
+    assert calls["forward"] == 1
+    assert len(calls["launch"].addresses) == 3
+
+
+def test_arguments_that_the_schema_refuses(calls: dict[str, Any]) -> None:
+    operator, (q, k, v) = torch.ops.fusion_pass.attention.default, inputs()
+    operator(q, k, v)
+    for arguments, named in (((q, k, v), {"q": q}), ((q, k, v), {"window": 3}), ((q, k), {}), ((q,) * 10, {})):
+        with pytest.raises((TypeError, RuntimeError)):
+            operator(*arguments, **named)
+
+
 def test_with_a_gradient(calls: dict[str, Any]) -> None:
     for _ in range(3):
         tensors = inputs(grad=True)
