@@ -3,10 +3,11 @@
     python -m benchmarks.host_time [--first-call]
 
 Every call is small (one token; attention of 128 queries), so that the device keeps up. Calls are made ten at a time,
-with the device idle before; the median of such tens. Ways in: `eager` the Python function without a gradient, `recorded` the same with one, `backward` of it by
-`torch.autograd.grad`, `torch.ops` as Inductor's code calls it, `compiled` a `torch.compile`d function of this call
-alone, its guards included, and `graphs` the same with mode="reduce-overhead". `--first-call`: seconds of the first
-attention call, forward and backward, in a new process with an empty and with a filled Triton cache.
+with the device idle before; the median of such tens. Ways in: `eager` the Python function without a gradient,
+`recorded` the same with one, `backward` of it by `torch.autograd.grad`, `torch.ops` as Inductor's code calls it,
+`compiled` a `torch.compile`d function of this call alone, its guards included, and `graphs` the same with
+mode="reduce-overhead". `--first-call`: seconds of the first attention call, forward and backward, in a new process with
+an empty and with a filled Triton cache.
 """
 
 from __future__ import annotations

@@ -56,20 +56,9 @@ def qkv_norm_rope(
     the backward writes one packed gradient in one pass.
     """
     options = (
-        norm,
-        eps,
-        norm_scope,
-        norm_first,
-        rotary_dim,
-        rotary_start,
-        pairing,
-        conjugate,
-        mrope_layout,
-        tuple(mrope_section),
-        out_order,
-        out_dtype,
-        backend,
-    )
+        norm, eps, norm_scope, norm_first, rotary_dim, rotary_start, pairing, conjugate, mrope_layout,
+        tuple(mrope_section), out_order, out_dtype, backend,
+    )  # fmt: skip
     if packing == "blocked" and not (torch.is_grad_enabled() and qkv.requires_grad):
         q, k, v = _parts(qkv, num_heads, num_kv_heads, head_dim)
         q, k = _qk_norm_rope((q, k, cos, sin, positions, q_weight, k_weight, q_bias, k_bias), options)
@@ -131,20 +120,9 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Normalise and rotate each head of q [B, S, H, D] and k [B, S, KV, D]; any strides, the last is 1."""
     options = (
-        norm,
-        eps,
-        norm_scope,
-        norm_first,
-        rotary_dim,
-        rotary_start,
-        pairing,
-        conjugate,
-        mrope_layout,
-        tuple(mrope_section),
-        out_order,
-        out_dtype,
-        backend,
-    )
+        norm, eps, norm_scope, norm_first, rotary_dim, rotary_start, pairing, conjugate, mrope_layout,
+        tuple(mrope_section), out_order, out_dtype, backend,
+    )  # fmt: skip
     q, k = _qk_norm_rope((q, k, cos, sin, positions, q_weight, k_weight, q_bias, k_bias), options)
     return q, k
 
@@ -173,19 +151,8 @@ def norm_rope(
 ) -> Tensor:
     """`qk_norm_rope` for one tensor [B, S, H, D]."""
     options = (
-        norm,
-        eps,
-        norm_scope,
-        norm_first,
-        rotary_dim,
-        rotary_start,
-        pairing,
-        conjugate,
-        mrope_layout,
-        tuple(mrope_section),
-        out_order,
-        out_dtype,
-        backend,
-    )
+        norm, eps, norm_scope, norm_first, rotary_dim, rotary_start, pairing, conjugate, mrope_layout,
+        tuple(mrope_section), out_order, out_dtype, backend,
+    )  # fmt: skip
     result: Tensor = _norm_rope((x, cos, sin, positions, weight, bias), options)
     return result
