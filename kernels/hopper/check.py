@@ -28,7 +28,9 @@ def _templates() -> Iterator[tuple[str, AnyTemplate | None]]:
             for extra in ("", "softcap", "sinks"):
                 softcap, sinks = extra == "softcap", extra == "sinks"
                 name = "-".join(filter(None, (size, mask, extra)))
-                template = forward_template(*dims, mask=mask, softcap=softcap, sinks=sinks, uneven=mask != "none")
+                template = forward_template(
+                    *dims, mask=mask, softcap=softcap, sinks=sinks, uneven=mask != "none", queries=4096
+                )
                 yield f"forward-{name}", template
             for extra in ("", "softcap", "deterministic"):
                 softcap, deterministic = extra == "softcap", extra == "deterministic"

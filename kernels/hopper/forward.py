@@ -8,7 +8,8 @@ FlashAttention's (arXiv 2205.14135) with FlashAttention-3's overlap of softmax a
         S_j = Q K_j^T              issued together with
         O  += P_{j-1} V_{j-1}      so that the tensor cores work while the softmax of the block before is computed
         P_j = exp2(S_j scale - max),  O and the row sum rescaled
-    between tiles: the first S of the next tile is issued before the last P V of this one.
+    between tiles: the first S of the next tile is issued before the last P V of this one; with one buffer for Q
+    (above head_dim 128) the next Q is loaded while the last P V is computed and O is written.
 
 Keys run from the last block to the first, so that the masked (diagonal) blocks come first; masked and unmasked blocks
 have loops of their own.
@@ -39,6 +40,7 @@ from .forward_state import (
     scores_layout,
     tile_after,
     zeros,
+    zeros_of_rows,
 )
 from .gluon_api import tma_load, tma_store, tma_store_wait
 from .scores import tanh
@@ -47,14 +49,17 @@ from .scores import tanh
 
 
 @gluon.jit
-def load_block(desc, block, full, free, use, coord, T: gl.constexpr):
-    """Fetch one block of K or V into the stage of its `use`, once the consumers are done with that stage."""
+def load_block(desc, block, full, free, use, coord, T: gl.constexpr, SLICES: gl.constexpr):
+    """Fetch one block of K or V, slice by slice of its lanes, into the stage of its `use`, once the consumers are done
+    with that stage."""
+    b, head, row = coord
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
     stage = use % T.stages
     if use >= T.stages:
         barriers.sync(free + stage, THREADS)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    tma_load(desc, coord, full.index(stage), block.index(stage))
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes * SLICES)
+    for i in gl.static_range(SLICES):
+        tma_load(desc, [b, head, row, i * desc.block_type.shape[3]], full.index(stage), block.index(stage * SLICES + i))
 
 
 @gluon.jit
@@ -70,14 +75,16 @@ def load_partition(p, mem, T: gl.constexpr):
         b = head // heads
         h = head - b * heads
         kv = h // group
-        load_block(p.k, mem.k, mem.k_full, FREE, use, [b, kv, (last - 1) * T.block_n, 0], T)
+        load_block(p.k, mem.k, mem.k_full, FREE, use, (b, kv, (last - 1) * T.block_n), T, T.qk_slices)
         slot = turn % T.q_buffers
         for w in gl.static_range(T.warpgroups):
             at = slot * T.warpgroups + w
             mbarrier.wait(mem.q_free.index(at), ((turn // T.q_buffers) & 1) ^ 1)
-            mbarrier.expect(mem.q_full.index(at), p.q.block_type.nbytes)
-            tma_load(p.q, [b, h, row0 + w * 64, 0], mem.q_full.index(at), mem.q.index(at))
-        load_block(p.v, mem.v, mem.v_full, V_FREE, use, [b, kv, (last - 1) * T.block_n, 0], T)
+            mbarrier.expect(mem.q_full.index(at), p.q.block_type.nbytes * T.qk_slices)
+            for i in gl.static_range(T.qk_slices):
+                part = mem.q.index(at * T.qk_slices + i)
+                tma_load(p.q, [b, h, row0 + w * 64, i * T.qk_lanes], mem.q_full.index(at), part)
+        load_block(p.v, mem.v, mem.v_full, V_FREE, use, (b, kv, (last - 1) * T.block_n), T, 1)
         use += 1
         turn += 1
         if T.dynamic:
@@ -88,8 +95,9 @@ def load_partition(p, mem, T: gl.constexpr):
         else:
             tile = tile_after(turn, p, T)
         for back in range(1, last - first):
-            load_block(p.k, mem.k, mem.k_full, FREE, use, [b, kv, (last - 1 - back) * T.block_n, 0], T)
-            load_block(p.v, mem.v, mem.v_full, V_FREE, use, [b, kv, (last - 1 - back) * T.block_n, 0], T)
+            row = (last - 1 - back) * T.block_n
+            load_block(p.k, mem.k, mem.k_full, FREE, use, (b, kv, row), T, T.qk_slices)
+            load_block(p.v, mem.v, mem.v_full, V_FREE, use, (b, kv, row), T, 1)
             use += 1
 
 
@@ -143,15 +151,55 @@ def first_probabilities(s, block, rows, p, T: gl.constexpr):
 
 
 @gluon.jit
-def as_operand(probabilities, p, T: gl.constexpr):
-    """P in the input's precision, in registers, as the left operand of the product with V."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, out_layout(T), 2)
-    return gl.convert_layout(probabilities.to(p.v.dtype), LAYOUT, assert_trivial=True)
+def rounded(probabilities, p, T: gl.constexpr):
+    """P in the input's precision, two neighbours in an int32: 16-bit values that live from one block to the next would
+    be unpacked and packed again, 64 instructions for 64 scores of a thread."""
+    low, high = gl.split(probabilities.reshape([64, T.block_n // 2, 2]))
+    TYPE: gl.constexpr = "bf16x2" if p.v.dtype == gl.bfloat16 else "f16x2"
+    ASM: gl.constexpr = "cvt.rn." + TYPE + ".f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def k_block(mem, stage, T: gl.constexpr):
-    return mem.k.index(stage).reshape([T.block_n, T.qk_dim]).permute((1, 0))
+def as_operand(pairs, p, T: gl.constexpr):
+    """The left operand of the product with V, in registers, from `rounded`."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, out_layout(T), 2)
+    HALVES: gl.constexpr = (gl.int16, gl.int16)
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=HALVES, is_pure=True, pack=1
+    )
+    values = gl.join(low, high).reshape([64, T.block_n]).to(p.v.dtype, bitcast=True)
+    return gl.convert_layout(values, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def kept_q(mem, slot, T: gl.constexpr):
+    """The slice of Q that stays in registers, so that its product reads only K from shared memory."""
+    if T.keep_q:
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, scores_layout(T), 2)
+        return mem.q.index(slot * T.qk_slices).reshape([64, T.qk_lanes]).load(LAYOUT)
+    else:
+        return gl.to_tensor(slot)
+
+
+@gluon.jit
+def start_scores(q, slot, stage, mem, T: gl.constexpr):
+    """Issue S = Q K^T, slice by slice of the lanes. `q`: what `kept_q` kept."""
+    s = zeros(T.block_n, scores_layout(T))
+    for i in gl.static_range(T.qk_slices):
+        k = mem.k.index(stage * T.qk_slices + i).reshape([T.block_n, T.qk_lanes]).permute((1, 0))
+        if T.keep_q and i == 0:
+            s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+        else:
+            part = mem.q.index(slot * T.qk_slices + i).reshape([64, T.qk_lanes])
+            s = warpgroup_mma(part, k, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def of_out(factor, T: gl.constexpr):
+    """A factor for every row, in the layout of O."""
+    return gl.convert_layout(factor, gl.SliceLayout(1, out_layout(T)), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -164,10 +212,12 @@ def attend(
     use,
     block,
     q,
+    slot,
     acc,
     maximum,
     total,
-    operand,
+    rescale,
+    pairs,
     rows,
     p,
     mem,
@@ -175,17 +225,20 @@ def attend(
     T: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """One block of keys: its scores, and the product of the block before with V."""
-    LAYOUT: gl.constexpr = scores_layout(T)
-    OUT: gl.constexpr = out_layout(T)
+    """One block of keys: its scores, and the product of the block before with V.
+
+    `rescale`: with `T.rescale_late`, the factor that O still lacks before that product.
+    """
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
     stage = use % T.stages
     before = (use - 1) % T.stages
-    zero = zeros(T.block_n, LAYOUT)
     mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
     take_turn(w, T)
-    s = warpgroup_mma(q, k_block(mem, stage, T), zero, use_acc=False, is_async=True)
+    s = start_scores(q, slot, stage, mem, T)
+    if T.rescale_late:
+        acc = acc * of_out(rescale, T)
     mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
+    operand = as_operand(pairs, p, T)
     acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
     pass_turn(w, T)
     s = warpgroup_mma_wait(1, (s,))
@@ -202,16 +255,56 @@ def attend(
     # (docs/hopper.md, hazards).
     acc, operand = warpgroup_mma_wait(0, (acc, operand))
     barriers.arrive(FREE + T.stages + before, THREADS)
-    operand = as_operand(probabilities, p, T)
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-    return acc, new_maximum, total, operand
+    pairs = rounded(probabilities, p, T)
+    if not T.rescale_late:
+        acc = acc * of_out(rescale, T)
+    return acc, new_maximum, total, rescale, pairs
+
+
+@gluon.jit
+def last_values(use, acc, rescale, pairs, p, mem, T: gl.constexpr):
+    """The product of a tile's last block with V."""
+    THREADS: gl.constexpr = T.warpgroups * 128 + 32
+    before = (use - 1) % T.stages
+    mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
+    if T.rescale_late:
+        acc = acc * of_out(rescale, T)
+    operand = as_operand(pairs, p, T)
+    acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
+    acc, operand = warpgroup_mma_wait(0, (acc, operand))
+    barriers.arrive(FREE + T.stages + before, THREADS)
+    return acc
+
+
+@gluon.jit
+def first_block(slot, stage, block, rows, p, mem, w: gl.constexpr, T: gl.constexpr):
+    """A tile's first block of keys: its scores and probabilities."""
+    THREADS: gl.constexpr = T.warpgroups * 128 + 32
+    q = kept_q(mem, slot, T)
+    take_turn(w, T)
+    s = start_scores(q, slot, stage, mem, T)
+    pass_turn(w, T)
+    s = warpgroup_mma_wait(0, (s,))
+    barriers.arrive(FREE + stage, THREADS)
+    probabilities, maximum, total = first_probabilities(s, block, rows, p, T)
+    return q, maximum, total, rounded(probabilities, p, T)
+
+
+@gluon.jit
+def store_lanes(out, coord, seq_q, p, mem, w: gl.constexpr, T: gl.constexpr):
+    """Write some lanes of O through their buffer, once TMA has read what was there."""
+    buffer = mem.o.index(w)
+    tma_store_wait(0)
+    buffer.reshape([64, T.o_lanes]).store(out)
+    fence_async_shared()
+    if coord[2] < seq_q:
+        tma_store(p.o, coord, buffer)
 
 
 @gluon.jit
 def finish(acc, maximum, total, row0, head, p, mem, w: gl.constexpr, T: gl.constexpr):
     """Normalise a tile, write O and LSE. A row that saw no key is 0 with LSE -inf."""
     LAYOUT: gl.constexpr = scores_layout(T)
-    OUT: gl.constexpr = out_layout(T)
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     b = head // heads
     h = head - b * heads
@@ -232,15 +325,20 @@ def finish(acc, maximum, total, row0, head, p, mem, w: gl.constexpr, T: gl.const
             lse = gl.where(total == 0.0, float("-inf"), lse)
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     gl.store(p.lse + head.to(gl.int64) * seq_q + rows, lse, mask=rows < seq_q)
-    out = (acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]).to(p.v.dtype)
+    out = (acc * of_out(inverse, T)).to(p.v.dtype)
     if T.store_by_tma:
-        buffer = mem.o.index(w)
-        tma_store_wait(0)
-        buffer.reshape([64, T.v_dim]).store(out)
-        fence_async_shared()
-        if row0 < seq_q:
-            tma_store(p.o, [b, h, row0, 0], buffer)
+        if T.o_lanes == T.v_dim:
+            store_lanes(out, [b, h, row0, 0], seq_q, p, mem, w, T)
+        else:
+            gl.static_assert(2 * T.o_lanes == T.v_dim)
+            low, high = gl.split(out.reshape([64, 2, T.o_lanes]).permute((0, 2, 1)))
+            HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.o_lanes, 16])
+            low = gl.convert_layout(low, HALF, assert_trivial=True)
+            high = gl.convert_layout(high, HALF, assert_trivial=True)
+            store_lanes(low, [b, h, row0, 0], seq_q, p, mem, w, T)
+            store_lanes(high, [b, h, row0, T.o_lanes], seq_q, p, mem, w, T)
     else:
+        OUT: gl.constexpr = out_layout(T)
         stride_b, stride_h, stride_s, v_head_dim = p.o_strides
         r = (row0 + gl.arange(0, 64, gl.SliceLayout(1, OUT)))[:, None]
         lane = gl.arange(0, T.v_dim, gl.SliceLayout(0, OUT))[None, :]
@@ -250,7 +348,6 @@ def finish(acc, maximum, total, row0, head, p, mem, w: gl.constexpr, T: gl.const
 
 @gluon.jit
 def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
-    LAYOUT: gl.constexpr = scores_layout(T)
     OUT: gl.constexpr = out_layout(T)
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
     tiles = num_tiles(p, T)
@@ -258,49 +355,46 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     row0, head, first, last, clear_first, clear_last = place(tile, p, T)
     row0 += w * 64
     rows = limits(row0, head, p, T)
-    zero = zeros(T.block_n, LAYOUT)
     mbarrier.wait(mem.q_full.index(w), 0)
     mbarrier.wait(mem.k_full.index(0), 0)
     if T.pingpong:  # noqa: SIM102 (decided at compile time; the next one is not)
         if w == T.warpgroups - 1:
             pass_turn(w, T)  # opens the first turn of warpgroup 0
-    take_turn(w, T)
-    s = warpgroup_mma(mem.q.index(w).reshape([64, T.qk_dim]), k_block(mem, 0, T), zero, use_acc=False, is_async=True)
-    pass_turn(w, T)
-    s = warpgroup_mma_wait(0, (s,))
-    barriers.arrive(FREE, THREADS)
-    probabilities, maximum, total = first_probabilities(s, last - 1, rows, p, T)
-    operand = as_operand(probabilities, p, T)
+    q, maximum, total, pairs = first_block(w, 0, last - 1, rows, p, mem, w, T)
+    rescale = zeros_of_rows(T) + 1.0
     acc = zeros(T.v_dim, OUT)
     use = 1
     turn = 0
     while tile < tiles:
         slot = (turn % T.q_buffers) * T.warpgroups + w
-        q = mem.q.index(slot).reshape([64, T.qk_dim])
         if T.masked:
             clear_last = gl.minimum(clear_last, last - 1)
             clear_first = gl.minimum(clear_first, clear_last)
             for back in range(1, last - clear_last):
-                acc, maximum, total, operand = attend(
-                    use, last - 1 - back, q, acc, maximum, total, operand, rows, p, mem, w, T, True
-                )
+                acc, maximum, total, rescale, pairs = attend(
+                    use, last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
+                    rows, p, mem, w, T, True,
+                )  # fmt: skip
                 use += 1
             for back in range(clear_last - clear_first):
-                acc, maximum, total, operand = attend(
-                    use, clear_last - 1 - back, q, acc, maximum, total, operand, rows, p, mem, w, T, False
-                )
+                acc, maximum, total, rescale, pairs = attend(
+                    use, clear_last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
+                    rows, p, mem, w, T, False,
+                )  # fmt: skip
                 use += 1
             if T.left_limit:
                 for back in range(clear_first - first):
-                    acc, maximum, total, operand = attend(
-                        use, clear_first - 1 - back, q, acc, maximum, total, operand, rows, p, mem, w, T, True
-                    )
+                    acc, maximum, total, rescale, pairs = attend(
+                        use, clear_first - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
+                        rows, p, mem, w, T, True,
+                    )  # fmt: skip
                     use += 1
         else:
             for back in range(1, last - first):
-                acc, maximum, total, operand = attend(
-                    use, last - 1 - back, q, acc, maximum, total, operand, rows, p, mem, w, T, False
-                )
+                acc, maximum, total, rescale, pairs = attend(
+                    use, last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
+                    rows, p, mem, w, T, False,
+                )  # fmt: skip
                 use += 1
         mbarrier.arrive(mem.q_free.index(slot), count=1)
         if T.dynamic:
@@ -310,21 +404,38 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
         else:
             tile = tile_after(turn + 1, p, T)
         turn += 1
-        before = (use - 1) % T.stages
-        if tile < tiles:
+        if T.q_buffers == 1:
+            # Q is loaded while the last product is computed and O is written.
+            acc = last_values(use, acc, rescale, pairs, p, mem, T)
+            finish(acc, maximum, total, row0, head, p, mem, w, T)
+            if tile < tiles:
+                row0, head, first, last, clear_first, clear_last = place(tile, p, T)
+                row0 += w * 64
+                rows = limits(row0, head, p, T)
+                stage = use % T.stages
+                mbarrier.wait(mem.q_full.index(w), turn & 1)
+                mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+                q, maximum, total, pairs = first_block(w, stage, last - 1, rows, p, mem, w, T)
+                rescale = zeros_of_rows(T) + 1.0
+                acc = zeros(T.v_dim, OUT)
+                use += 1
+        elif tile < tiles:
+            before = (use - 1) % T.stages
             next_row0, next_head, first, last, clear_first, clear_last = place(tile, p, T)
             next_row0 += w * 64
             rows = limits(next_row0, next_head, p, T)
             stage = use % T.stages
             slot = (turn % T.q_buffers) * T.warpgroups + w
-            zero = zeros(T.block_n, LAYOUT)
             mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
             mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+            q = kept_q(mem, slot, T)
             take_turn(w, T)
-            s = warpgroup_mma(
-                mem.q.index(slot).reshape([64, T.qk_dim]), k_block(mem, stage, T), zero, use_acc=False, is_async=True
-            )
+            s = start_scores(q, slot, stage, mem, T)
+            if T.rescale_late:
+                acc = acc * of_out(rescale, T)
+                rescale = zeros_of_rows(T) + 1.0
             mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
+            operand = as_operand(pairs, p, T)
             acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
             pass_turn(w, T)
             s = warpgroup_mma_wait(1, (s,))
@@ -332,7 +443,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             probabilities, next_maximum, next_total = first_probabilities(s, last - 1, rows, p, T)
             acc, operand = warpgroup_mma_wait(0, (acc, operand))
             barriers.arrive(FREE + T.stages + before, THREADS)
-            operand = as_operand(probabilities, p, T)
+            pairs = rounded(probabilities, p, T)
             finish(acc, maximum, total, row0, head, p, mem, w, T)
             acc = zeros(T.v_dim, OUT)
             row0 = next_row0
@@ -341,9 +452,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             total = next_total
             use += 1
         else:
-            mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
-            acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
-            acc, operand = warpgroup_mma_wait(0, (acc, operand))
+            acc = last_values(use, acc, rescale, pairs, p, mem, T)
             finish(acc, maximum, total, row0, head, p, mem, w, T)
     if T.store_by_tma:
         tma_store_wait(0)
@@ -375,11 +484,12 @@ def forward_kernel(
     `scale` turns scores into exponents of 2; with a softcap the scores are first `tanh(s * cap_scale)`. `sinks`:
     float32 [heads]. `row_low`, `row_high`, `labels`, `ranges`: see `rows.py`. `counter`: int32, zero at launch.
     """
-    tile_q = gl.allocate_shared_memory(q.dtype, [T.q_buffers * T.warpgroups, 1, 1, 64, T.qk_dim], q.layout)
-    tile_k = gl.allocate_shared_memory(k.dtype, [T.stages, 1, 1, T.block_n, T.qk_dim], k.layout)
+    slices: gl.constexpr = T.qk_slices
+    tile_q = gl.allocate_shared_memory(q.dtype, [T.q_buffers * T.warpgroups * slices, 1, 1, 64, T.qk_lanes], q.layout)
+    tile_k = gl.allocate_shared_memory(k.dtype, [T.stages * slices, 1, 1, T.block_n, T.qk_lanes], k.layout)
     tile_v = gl.allocate_shared_memory(v.dtype, [T.stages, 1, 1, T.block_n, T.v_dim], v.layout)
     if T.store_by_tma:
-        tile_o = gl.allocate_shared_memory(o.dtype, [T.warpgroups, 1, 1, 64, T.v_dim], o.layout)
+        tile_o = gl.allocate_shared_memory(o.dtype, [T.warpgroups, 1, 1, 64, T.o_lanes], o.layout)
     else:
         tile_o = tile_q
     next_tile = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -125,6 +125,12 @@ def zeros(columns: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.zeros((64, columns), gl.float32, LAYOUT)
 
 
+@gluon.jit
+def zeros_of_rows(T: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, scores_layout(T))
+    return gl.zeros((64,), gl.float32, LAYOUT)
+
+
 # ---------------------------------------------------------------------------------------------------- which tile
 
 

@@ -28,7 +28,7 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
         return {name: tensor_map_type(dtype, (1, 1, rows, lanes)) for name, (rows, lanes) in tiles.items()}
 
     if isinstance(t, ForwardTemplate):
-        tiles = maps(q=(64, t.qk_dim), k=(t.block_n, t.qk_dim), v=(t.block_n, t.v_dim), o=(64, t.v_dim))
+        tiles = maps(q=(64, t.qk_lanes), k=(t.block_n, t.qk_lanes), v=(t.block_n, t.v_dim), o=(64, t.o_lanes))
         arguments = {
             **tiles,
             "o_ptr": f"*{dtype}",

@@ -29,6 +29,7 @@ from .templates import (
     ForwardTemplate,
     WideTemplate,
     backward_template,
+    forward_block,
     forward_template,
     wide_templates,
 )
@@ -124,9 +125,11 @@ class ForwardPlan:
 def forward_template_of(call: Call) -> ForwardTemplate | None:
     """The forward instance for a call; None when there is none."""
     head_dim, v_head_dim = call.q[0][3], call.v[0][3]
-    mask = call.mask(128 if max(head_dim, v_head_dim) <= 128 else 64)
+    mask = call.mask(forward_block(head_dim, v_head_dim))
     uneven = mask not in ("none", "right") or call.right is not None
-    return forward_template(head_dim, v_head_dim, mask=mask, softcap=call.softcap > 0, sinks=call.sinks, uneven=uneven)
+    return forward_template(
+        head_dim, v_head_dim, mask=mask, softcap=call.softcap > 0, sinks=call.sinks, uneven=uneven, queries=call.q[0][1]
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -136,13 +139,13 @@ def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
     assert template is not None, "the registry does not choose this back end for such a call"
     batch, seq_q, heads, _, seq_k, kv_heads = call.sizes
     tiles = -(-seq_q // template.block_m)
-    q = tensor_map(*call.q, call.dtype, 64, template.qk_dim)
+    q = tensor_map(*call.q, call.dtype, 64, template.qk_lanes)
     maps = (
         q,
-        tensor_map(*call.k, call.dtype, template.block_n, template.qk_dim),
+        tensor_map(*call.k, call.dtype, template.block_n, template.qk_lanes),
         tensor_map(*call.v, call.dtype, template.block_n, template.v_dim),
         # Without a buffer for O there is no map either; the kernel does not look at the argument.
-        tensor_map(*out, call.dtype, 64, template.v_dim) if template.store_by_tma else q,
+        tensor_map(*out, call.dtype, 64, template.o_lanes) if template.store_by_tma else q,
     )
     together = _heads_together(call) if template.masked else 1
     numbers = (

@@ -72,10 +72,22 @@ class ForwardTemplate(Template):
     """Tiles handed out by a counter in memory (tiles differ in length) instead of round robin."""
     pingpong: bool
     """Warpgroups take turns on the tensor cores."""
+    qk_lanes: int
+    """Q and K lie in shared memory by slices of so many lanes, so that a head dimension need not be a power of two."""
+    o_lanes: int
+    """Lanes of O in its shared memory buffer: all, or half at a time where there is no room."""
+    rescale_late: bool
+    """O is rescaled while the next scores are computed, not before they are issued."""
+    keep_q: bool
+    """The first slice of Q stays in registers."""
 
     @property
     def block_m(self) -> int:
         return 64 * self.warpgroups
+
+    @property
+    def qk_slices(self) -> int:
+        return self.qk_dim // self.qk_lanes
 
     @property
     def num_warps(self) -> int:
@@ -154,23 +166,53 @@ class Tile:
     store_by_tma: bool = True
     dynamic: bool = True
     pingpong: bool = True
+    qk_lanes: int = 0
+    """0: all in one slice."""
+    o_lanes: int = 0
+    """0: all at once."""
+    rescale_late: bool = False
+    keep_q: bool = False
 
 
-# Medians on an H100 80GB, bf16, 16 heads, 16k tokens, ratio to cuDNN 9.19 of the same run (docs/hopper.md).
+_WIDE_FORWARD = Tile(
+    128,
+    64,
+    stages=2,
+    q_buffers=1,
+    pingpong=False,
+    qk_lanes=128,
+    o_lanes=128,
+    rescale_late=True,
+    keep_q=True,
+)
+
+# TFLOP/s on an H100 80GB, bf16, 16k tokens, hidden size 2048, all of a row in one run with cuDNN 9.19 (docs/hopper.md).
 _FORWARD_TILES: dict[tuple[int, int, bool], Tile] = {
     # (qk_dim, v_dim, keys differ from tile to tile)
-    (64, 64, True): Tile(
-        128, 128, stages=3, pingpong=False
-    ),  # causal 4k 1.05, with pingpong 1.02, with three warpgroups 0.95
-    (64, 64, False): Tile(
-        128, 128, stages=3
-    ),  # full 4k 1.08; three warpgroups gained 1 % and met the ptxas 12.8 miscompile
-    (128, 128, True): Tile(128, 128, stages=2, pingpong=False),  # causal 1k / 4k / 16k 1.02 / 1.12 / 1.07
-    (128, 128, False): Tile(128, 128, stages=2, dynamic=False),  # full 1k / 4k / 16k 1.04 / 1.09 / 1.07
+    # Causal 1k / 4k / 16k: 309 / 447 / 502, cuDNN 333 / 403 / 438; with three warpgroups 215 / 394 / 511.
+    (64, 64, True): Tile(128, 128, stages=3, pingpong=False),
+    # Full 4k / 16k: 508 / 532, cuDNN 438 / 450; with two warpgroups 483 / 500. A kernel of the family that ptxas 12.8
+    # miscompiles (docs/hopper.md, hazards).
+    (64, 64, False): Tile(192, 128, stages=2),
+    # Causal 1k / 4k / 16k: 409 / 623 / 693, cuDNN 416 / 519 / 554; without the counter 367 / 493 / 542.
+    (128, 128, True): Tile(128, 128, stages=2, pingpong=False),
+    # Full 1k / 4k: 572 / 684, cuDNN 533 / 581; with pingpong 576 / 656, and without the counter 576 / 653.
+    (128, 128, False): Tile(128, 128, stages=2, pingpong=False),
+    # Causal 1k / 4k: 489 / 674, cuDNN 403 / 514. Full 4k: 756, cuDNN 583; without pingpong 736.
+    (192, 128, True): Tile(128, 128, stages=2, q_buffers=1, qk_lanes=64, o_lanes=64),
+    (192, 128, False): Tile(128, 128, stages=2, q_buffers=1, qk_lanes=64, o_lanes=64),
     (256, 128, True): Tile(128, 64, stages=2, q_buffers=1, store_by_tma=False),
     (256, 128, False): Tile(128, 64, stages=2, q_buffers=1, store_by_tma=False, dynamic=False),
-    (256, 256, True): Tile(128, 64, stages=2, q_buffers=1, store_by_tma=False),
-    (256, 256, False): Tile(128, 64, stages=2, q_buffers=1, store_by_tma=False, dynamic=False),
+    # Causal 1k / 4k / 16k: 449 / 629 / 686, cuDNN 426 / 506 / 542. Full: 629 / 723 / 774, cuDNN 575 / 619 / 639; with
+    # all of Q in shared memory 628 / 707 / 749, and O rescaled before the scores are issued 619 / 688 / 738.
+    (256, 256, True): _WIDE_FORWARD,
+    (256, 256, False): _WIDE_FORWARD,
+}
+
+_SHORT_FORWARD_TILES: dict[tuple[int, int], tuple[int, Tile]] = {
+    # (qk_dim, v_dim): up to so many queries, where the keys do not differ from tile to tile.
+    # Full 1k: 448, cuDNN 397; with three warpgroups 426, for 192 rows divide 1024 badly.
+    (64, 64): (1536, Tile(128, 128, stages=3, dynamic=False, pingpong=False)),
 }
 
 _BACKWARD_TILES: dict[tuple[int, int], Tile] = {
@@ -197,14 +239,32 @@ def _tile_dims(head_dim: int, v_head_dim: int) -> tuple[int, int] | None:
     return (qk_dim, max(v_dim, 128)) if qk_dim == 256 else (max(qk_dim, v_dim), max(qk_dim, v_dim))
 
 
+def _forward_dims(head_dim: int, v_head_dim: int) -> tuple[int, int] | None:
+    """As `_tile_dims`; head dimensions of q and k up to 192 beside one of v up to 128 have tiles of their own."""
+    if 128 < head_dim <= 192 and v_head_dim <= 128:
+        return 192, 128
+    return _tile_dims(head_dim, v_head_dim)
+
+
+def forward_block(head_dim: int, v_head_dim: int) -> int:
+    """Keys of a block of the forward."""
+    dims = _forward_dims(head_dim, v_head_dim)
+    tile = None if dims is None else _FORWARD_TILES.get((*dims, True))
+    return 64 if tile is None else tile.block_n
+
+
 def forward_template(
-    head_dim: int, v_head_dim: int, *, mask: str, softcap: bool, sinks: bool, uneven: bool
+    head_dim: int, v_head_dim: int, *, mask: str, softcap: bool, sinks: bool, uneven: bool, queries: int
 ) -> ForwardTemplate | None:
-    """The forward instance for a problem; None when no row serves. `uneven`: tiles see different numbers of keys."""
-    dims = _tile_dims(head_dim, v_head_dim)
+    """The forward instance for a problem; None when no row serves. `uneven`: tiles see different numbers of keys.
+    `queries`: of a sequence."""
+    dims = _forward_dims(head_dim, v_head_dim)
     tile = None if dims is None else _FORWARD_TILES.get((*dims, uneven))
     if dims is None or tile is None:
         return None
+    up_to, short = _SHORT_FORWARD_TILES.get(dims, (0, tile))
+    if queries <= up_to and not uneven:
+        tile = short
     return ForwardTemplate(
         *dims,
         mask,
@@ -217,6 +277,11 @@ def forward_template(
         tile.store_by_tma,
         tile.dynamic,
         tile.pingpong,
+        tile.qk_lanes or dims[0],
+        tile.o_lanes or dims[1],
+        tile.rescale_late,
+        # What labels and bits need to be compared takes the registers of Q.
+        tile.keep_q and mask not in ("segments", "bits"),
     )
 
 

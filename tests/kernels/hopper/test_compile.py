@@ -93,13 +93,16 @@ def expected_wgmma(name: str) -> int:
     """wgmma instructions: tiles over 64 x N x 16, times the places where the source has a product."""
     direction, dims, mask = name.split("-")[:3]
     qk_dim, v_dim = (int(dim) for dim in dims.split("x"))
-    qk_dim = {192: 256}.get(qk_dim, qk_dim)
     if direction == "forward":
         block_n = 64 if qk_dim == 256 else 128
         scores, values = qk_dim // 16, block_n // 16
         loops = {"none": 1, "right": 2, "band": 3, "rows": 3, "segments": 3, "bits": 3}[mask]
-        # Two consumers; each has the first scores, the loops, the seam between tiles, and the last product with V.
-        return 2 * (scores + (loops + 1) * (scores + values) + values)
+        # Each consumer has the first scores, the loops and the last product with V. Between tiles there are the next
+        # tile's first scores, and above head_dim 128, which waits for Q, no product with V beside them.
+        seam = scores + (values if qk_dim <= 128 else 0)
+        consumers = 3 if dims == "64x64" and mask == "none" else 2
+        return consumers * (scores + loops * (scores + values) + seam + values)
+    qk_dim = {192: 256}.get(qk_dim, qk_dim)
     if direction == "queries":  # two consumers; S, dP, and dQ over 64 keys
         return 2 * (qk_dim // 16 + v_dim // 16 + 64 // 16)
     if direction == "keys":  # S, dP, and dV, dK over 64 queries

@@ -148,8 +148,10 @@ def test_reasons(call: Request, reason: str | None, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("op", "keys", "head_dim", "causal", "gated"),
     [
-        ("attention", 4096, 256, "none", True),
-        ("attention", 16384, 256, "none", False),
+        ("attention", 1024, 256, "top_left", False),
+        ("attention", 4096, 160, "none", True),
+        ("attention", 16384, 160, "none", False),
+        ("attention", 4096, 192, "none", True),
         ("attention", 4096, 128, "top_left", False),
         ("attention", 1024, 128, "top_left", True),
         ("attention", 1024, 128, "none", False),
