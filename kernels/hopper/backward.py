@@ -9,12 +9,14 @@ keys, so dK and dV are summed over the group in registers, in a fixed order. The
         S^T  = K Q^T                   dP^T = V dO^T                       (both issued at once)
         P^T  = exp2(S^T scale - LSE)   dS^T = P^T (dP^T - delta)
         dV  += P^T dO                  dK  += dS^T Q                       (P^T, dS^T stay in registers)
-        dQ   = dS K                    through shared memory (dS^T) and back
+        dQ   = dS K                    dS^T through shared memory; at head_dim 64 as dQ^T = K^T dS^T
     dQ warp       dQ tile -> global memory by TMA reduce-add in float32
 
-Named barriers hand the dQ tile over; with 64-row tiles each compute warpgroup owns half of the feature axis and a
-barrier of its own. With `deterministic` the blocks of keys add to a tile of dQ in ascending order: the dQ warp waits
-for its turn before it adds and passes it on after the addition is written.
+At head_dim 64 K, V and K^T, the left operands of S^T, dP^T and dQ^T, are in registers; at 128 there is no room.
+
+Named barriers hand the dQ tile over; each compute warpgroup owns half of it (of the features, or of the queries of
+dQ^T) and a barrier of its own. With `deterministic` the blocks of keys add to a tile of dQ in a fixed order: the dQ
+warp waits for its turn before it adds and passes it on after the addition is written.
 
 Global memory traffic per block of keys and query head: seq_q (qk_dim + v_dim) elements read, 4 seq_q qk_dim bytes of
 reduce-add in L2.
@@ -22,7 +24,7 @@ reduce-add in L2.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from . import barriers
 from .backward_state import (
@@ -42,9 +44,10 @@ from .backward_state import (
     keep_bounds,
     needs_mask,
     new_barriers,
+    scores_layout,
     tile_at,
 )
-from .backward_step import step
+from .backward_step import left_operands, scores, step
 from .gluon_api import partition_barrier, reinterpret, tma_load, tma_reduce_add, tma_store, tma_store_wait
 from .scores import query_tiles
 
@@ -82,6 +85,20 @@ def load_partition(p, mem, T: gl.constexpr):
 
 
 @gluon.jit
+def _add(p, mem, head, row0, half: gl.constexpr, T: gl.constexpr):
+    """Add a warpgroup's half of a tile of dQ: half of the queries, which lie in two slices of 32 lanes, or of the
+    lanes."""
+    if T.keys_in_registers:
+        kv_heads, group, seq_q, seq_k = p.sizes
+        heads = kv_heads * group
+        for i in gl.static_range(2):
+            at = [head // heads, head % heads, row0 + half * T.dq_rows, i * T.dq_lanes]
+            tma_reduce_add(p.dq, at, mem.dq_boxes.index(2 * i + half))
+    else:
+        tma_reduce_add(p.dq, [head, row0 // 8, 0, 0, half * T.dq_lanes], mem.dq_boxes.index(half))
+
+
+@gluon.jit
 def dq_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
     """Add tiles of dQ to memory: all of them, or every second one (`which`) where two warps take turns."""
     kv_heads, group, seq_q, seq_k = p.sizes
@@ -101,14 +118,15 @@ def dq_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
             h += 1
         tile = tile_at(i, first, last, T)
         row0 = tile * T.block_m
+        head = b * kv_heads * group + h
         if T.deterministic:
-            turn = p.turns + (b * kv_heads * group + h) * per_head + tile
+            turn = p.turns + head * per_head + tile
             barriers.wait_for_turn(turn, earlier_blocks(tile, p, T))
         barriers.sync(FULL, HALF)
-        tma_reduce_add(p.dq, [b, h, row0, 0], mem.dq_halves.index(0))
+        _add(p, mem, head, row0, 0, T)
         barriers.sync(FULL + 1, HALF)
-        tma_reduce_add(p.dq, [b, h, row0, T.dq_lanes], mem.dq_halves.index(1))
-        tma_store_wait(1)
+        _add(p, mem, head, row0, 1, T)
+        tma_store_wait(2 if T.keys_in_registers else 1)
         barriers.arrive(DQ_FREE, HALF)
         tma_store_wait(0)
         barriers.arrive(DQ_FREE + 1, HALF)
@@ -131,10 +149,16 @@ def compute_partition(p, mem, T: gl.constexpr):
     dv = gl.zeros((BLOCK_N, V_DIM), gl.float32, gradient_layout(T, T.v_dim))
     mbarrier.wait(mem.kv_full.index(0), 0)
     mbarrier.wait(mem.kv_full.index(1), 0)
+    operands = left_operands(mem, T)
+    st = gl.zeros((BLOCK_N, T.block_m), gl.float32, scores_layout(T))
+    if T.early_scores:  # noqa: SIM102 (decided at compile time; the next one is not)
+        if bound(mem, LAST) > bound(mem, FIRST):
+            st = warpgroup_mma_wait(0, (scores(0, True, operands[0], mem, T),))
     # One loop over the tiles of all heads; a loop each for masked and unmasked tiles made it spill.
     tile = tile_at(0, bound(mem, FIRST), bound(mem, LAST), T)
     for use in range(group * (bound(mem, LAST) - bound(mem, FIRST))):
-        dk, dv = step(use, tile, needs_mask(tile, mem), dk, dv, p, mem, T)
+        more = use + 1 < group * (bound(mem, LAST) - bound(mem, FIRST))
+        st, dk, dv = step(use, more, tile, needs_mask(tile, mem), operands, st, dk, dv, p, mem, T)
         tile = following(tile, mem, T)
     partition_barrier()
     mem.v.reshape([BLOCK_N, V_DIM]).store(dv.to(mem.q.dtype))
@@ -159,14 +183,14 @@ def backward_kernel(
     scale, cap_scale, grad_scale,
     T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (head_chunk, blocks of keys, batch * kv_heads / head_chunk): the heads of a chunk run together, and blocks
-    of low number first, which under a causal mask see the most queries.
+    """Grid (head_chunk, blocks of keys, batch * kv_heads / head_chunk): the heads of a chunk run together, and the
+    first blocks first, which under a causal mask see the most queries; the last first with `later_first`.
 
     `parts`: the query heads of a group are spread over as many thread blocks, each of which writes dK and dV of its own
     to "heads" of their own: `kv_heads` counts parts and `group` the query heads of one.
 
     `q` … `dv`: tensor maps over [batch, heads, seq, dim]; `dq` float32, zero at launch, unscaled (the post kernel
-    scales and rounds it).
+    scales and rounds it), its map by `BackwardTemplate.dq_box`.
 
     `lse`, `delta`: float32 [tiles, block_m], base 2, +inf in `lse` for rows that take no part (see prepare.py).
     `row_low`, `row_high`, `labels`, `ranges`, `order`: see `rows.py`. `turns`: int32 [tiles], zero at launch
@@ -182,15 +206,20 @@ def backward_kernel(
     tile_dq = gl.allocate_shared_memory(
         gl.float32, DQ_SHAPE, gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32)
     )
-    halves = reinterpret(tile_dq, gl.float32, [2, 1, 1, T.block_m, T.dq_lanes], dq.layout)
+    if T.keys_in_registers:
+        boxes = reinterpret(tile_dq, gl.float32, [4, 1, 1, T.dq_rows, T.dq_lanes], dq.layout)
+    else:
+        boxes = reinterpret(tile_dq, gl.float32, [2, 1, T.dq_rows // 8, 4, 2, T.dq_lanes], dq.layout)
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
     block = gl.program_id(1)
+    if T.later_first:
+        block = gl.num_programs(1) - 1 - block
     if T.by_data:
         ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
     first, last, clear_first, clear_last = query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T)
     mem = Shared(
-        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_dq, halves, rows_lse, rows_delta,
+        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_dq, boxes, rows_lse, rows_delta,
         keep_bounds(first, last, clear_first, clear_last),
         new_barriers(T.stages), new_barriers(T.stages), new_barriers(2),
     )  # fmt: skip

@@ -94,7 +94,8 @@ class Problem:
 
 @aggregate
 class Shared:
-    """Shared memory and its barriers. `dq` and `dq_halves` are one buffer: written as a tile, sent as halves."""
+    """Shared memory and its barriers. `dq` and `dq_boxes` are one buffer: written as a tile, sent as the parts that one
+    reduce-add takes."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -102,7 +103,7 @@ class Shared:
     v: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
-    dq_halves: gl.shared_memory_descriptor
+    dq_boxes: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     bounds: gl.shared_memory_descriptor
@@ -111,14 +112,14 @@ class Shared:
     kv_full: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, do, k, v, ds, dq, dq_halves, lse, delta, bounds, q_full, do_full, kv_full):
+    def __init__(self, q, do, k, v, ds, dq, dq_boxes, lse, delta, bounds, q_full, do_full, kv_full):
         self.q = q
         self.do = do
         self.k = k
         self.v = v
         self.ds = ds
         self.dq = dq
-        self.dq_halves = dq_halves
+        self.dq_boxes = dq_boxes
         self.lse = lse
         self.delta = delta
         self.bounds = bounds
@@ -145,6 +146,30 @@ def dq_layout(T):
     """Registers of dQ [block_m, qk_dim]: 64 rows leave the feature axis for the second warpgroup."""
     t = T.template
     return gl.NVMMADistributedLayout([3, 0], [4, t.num_warps // 4], [16, t.dq_lanes, 16])
+
+
+@gluon.constexpr_function
+def transposed_dq_layout(T):
+    """Registers of dQ^T [qk_dim, block_m], qk_dim 64: the warpgroups split the queries."""
+    t = T.template
+    return gl.NVMMADistributedLayout([3, 0], [4, t.num_warps // 4], [16, t.block_m // 2, 16])
+
+
+@gluon.jit
+def to_store(dq, T: gl.constexpr):
+    """dQ as its tile in shared memory has it, without a bank conflict.
+
+    dQ^T is transposed: a store of 4 bytes a thread is 32 bytes of four rows, which the swizzle keeps apart. dQ would be
+    stored 8 bytes a thread, and that is done by half warps, four neighbouring rows; the swizzle tells rows 0 and 1, and
+    2 and 3, apart only by exchanging 16 bytes inside the 32 that both write, and each bank is met twice. So row
+    8 a + 4 h + j stands at 8 a + 2 j + h (rows 0, 2, 4, 6 meet every bank once), and the tensor map of the accumulator
+    puts the rows back (`descriptors.spread_rows_map`).
+    """
+    if T.keys_in_registers:
+        return dq.permute((1, 0))
+    else:
+        rows = dq.reshape([T.block_m // 8, 2, 4, T.qk_dim]).permute((0, 2, 1, 3))
+        return rows.reshape([T.block_m, T.qk_dim])
 
 
 @gluon.jit
@@ -192,11 +217,11 @@ def hide(st, tile, p, T: gl.constexpr):
 def tile_at(i, first, last, T: gl.constexpr):
     """The i-th tile of queries of a head.
 
-    Deterministic blocks run from the last tile down: all blocks of a head start at the same tile, one turn apart, and
-    the later ones of a causal mask have as many tiles less to do as they wait. From the first tile up each would wait
-    twice as long.
+    Deterministic blocks that add in ascending order run from the last tile down: all blocks of a head start at the same
+    tile, one turn apart. Where the later ones are first (`later_first`) each begins at the first tile that sees its
+    keys, and comes to a tile two tiles' time after the one before it: in step, nobody waits.
     """
-    if T.deterministic:
+    if T.deterministic and not T.later_first:
         return last - 1 - i
     else:
         return first + i
@@ -204,11 +229,15 @@ def tile_at(i, first, last, T: gl.constexpr):
 
 @gluon.jit
 def earlier_blocks(tile, p, T: gl.constexpr):
-    """How many blocks of keys before this one add to a tile of dQ: they have lower program ids, so waiting for them
+    """How many blocks of keys add to a tile of dQ before this one: they have lower program ids, so waiting for them
     cannot deadlock."""
     band_low, band_high, rows_stride = p.band
     own = p.key0 // T.block_n
-    if T.bits:
+    if T.later_first:
+        kv_heads, group, seq_q, seq_k = p.sizes
+        last_key = gl.minimum(tile * T.block_m + T.block_m - 1 + band_high, seq_k - 1)
+        return last_key // T.block_n - own
+    elif T.bits:
         b, kv = batch_and_head(p)
         shared = gl.where(rows_stride > 0, b, 0)
         blocks = gl.num_programs(1)
@@ -256,7 +285,7 @@ def needs_mask(tile, mem):
 @gluon.jit
 def following(tile, mem, T: gl.constexpr):
     """The tile after `tile`; after the last one of a head the first one of the next."""
-    if T.deterministic:
+    if T.deterministic and not T.later_first:
         return gl.where(tile == bound(mem, FIRST), bound(mem, LAST), tile) - 1
     else:
         return gl.where(tile == bound(mem, LAST) - 1, bound(mem, FIRST), tile + 1)

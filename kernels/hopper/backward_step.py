@@ -11,14 +11,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import barriers
-from .backward_state import DQ_FREE, DQ_FULL, DQ_FULL_ODD, STAGE_FREE, dq_layout, gradient_layout, hide, scores_layout
+from .backward_state import (
+    DQ_FREE,
+    DQ_FULL,
+    DQ_FULL_ODD,
+    STAGE_FREE,
+    dq_layout,
+    gradient_layout,
+    hide,
+    scores_layout,
+    to_store,
+    transposed_dq_layout,
+)
 from .gluon_api import partition_barrier
 from .scores import tanh
 
 
 @gluon.jit
-def step(use, tile, masked, dk, dv, p, mem, T: gl.constexpr):
-    """One tile of queries, the `use`-th of this thread block."""
+def step(use, more, tile, masked, operands, st, dk, dv, p, mem, T: gl.constexpr):
+    """One tile of queries, the `use`-th of this thread block.
+
+    `operands`: see `left_operands`. With `T.early_scores`, `st` is the tile's S^T, and that of the next one is
+    returned (`more`: there is one).
+    """
     BLOCK_M: gl.constexpr = T.block_m
     BLOCK_N: gl.constexpr = T.block_n
     QK_DIM: gl.constexpr = T.qk_dim
@@ -28,19 +43,18 @@ def step(use, tile, masked, dk, dv, p, mem, T: gl.constexpr):
     DS_OPERAND: gl.constexpr = gl.DotOperandLayout(0, gradient_layout(T, T.qk_dim), 2)
     THREADS: gl.constexpr = T.num_warps * 32 + 32
     scale, cap_scale, grad_scale = p.scales
+    k, v, kt = operands
     stage = use % T.stages
-    phase = (use // T.stages) & 1
     q = mem.q.index(stage).reshape([BLOCK_M, QK_DIM])
     do = mem.do.index(stage).reshape([BLOCK_M, V_DIM])
-    k = mem.k.reshape([BLOCK_N, QK_DIM])
-    v = mem.v.reshape([BLOCK_N, V_DIM])
+    if not T.early_scores:
+        st = scores(use, True, k, mem, T)
+    mbarrier.wait(mem.do_full.index(stage), (use // T.stages) & 1)
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, SCORES)
-    mbarrier.wait(mem.q_full.index(stage), phase)
-    st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(mem.do_full.index(stage), phase)
     dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse = mem.lse.index(stage).load(SCORES)
-    st = warpgroup_mma_wait(1, (st,))
+    if not T.early_scores:
+        st = warpgroup_mma_wait(1, (st,))
     if T.softcap:
         st = tanh(st * cap_scale)
         capped = st
@@ -59,20 +73,60 @@ def step(use, tile, masked, dk, dv, p, mem, T: gl.constexpr):
     mem.ds.store(ds)
     fence_async_shared()
     partition_barrier()
-    dq = warpgroup_mma(
-        mem.ds.permute((1, 0)), k, gl.zeros((BLOCK_M, QK_DIM), gl.float32, dq_layout(T)), use_acc=False, is_async=True
-    )
+    dq = _dq(kt, mem, T)
     dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
     # Operands are dependences of the waits: their registers must not be reused while a product reads them
     # (docs/hopper.md, hazards).
     dq, dv, p_operand = warpgroup_mma_wait(1, (dq, dv, p_operand))
     barriers.sync_of_warpgroup(DQ_FREE, 160)
-    mem.dq.store(dq)
+    mem.dq.store(to_store(dq, T))
     fence_async_shared()
     if T.dq_warps == 1:
         barriers.arrive_of_warpgroup(DQ_FULL, 160)
     else:
         barriers.arrive_of_warpgroup(DQ_FULL + (use & 1) * (DQ_FULL_ODD - DQ_FULL), 160)
-    dk, ds_operand = warpgroup_mma_wait(0, (dk, ds_operand))
+    if T.early_scores:
+        st = scores(use + 1, more, k, mem, T)
+        dk, st, ds_operand = warpgroup_mma_wait(0, (dk, st, ds_operand))
+    else:
+        dk, ds_operand = warpgroup_mma_wait(0, (dk, ds_operand))
     barriers.arrive(STAGE_FREE + stage, THREADS)
-    return dk, dv
+    return st, dk, dv
+
+
+@gluon.jit
+def left_operands(mem, T: gl.constexpr):
+    """K and V, the left operands of S^T and dP^T, and K^T, that of dQ^T (otherwise the right one of dQ).
+
+    In registers where there is room, at head_dim 64: the two operands of a product of 64 rows and 64 columns take
+    shared memory as long to deliver as the product takes.
+    """
+    k = mem.k.reshape([T.block_n, T.qk_dim])
+    v = mem.v.reshape([T.block_n, T.v_dim])
+    kt = k.permute((1, 0))
+    if T.keys_in_registers:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, scores_layout(T), 2)
+        return k.load(OPERAND), v.load(OPERAND), kt.load(gl.DotOperandLayout(0, transposed_dq_layout(T), 2))
+    else:
+        return k, v, kt
+
+
+@gluon.jit
+def scores(use, exists, k, mem, T: gl.constexpr):
+    """Issue S^T of the `use`-th tile; of whatever is there, without waiting for it, if there is no such tile."""
+    stage = use % T.stages
+    mbarrier.wait(mem.q_full.index(stage), (use // T.stages) & 1, pred=exists)
+    q = mem.q.index(stage).reshape([T.block_m, T.qk_dim])
+    zero = gl.zeros((T.block_n, T.block_m), gl.float32, scores_layout(T))
+    return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _dq(kt, mem, T: gl.constexpr):
+    """Issue dQ = dS K, or dQ^T = K^T dS^T."""
+    if T.keys_in_registers:
+        zero = gl.zeros((T.qk_dim, T.block_m), gl.float32, transposed_dq_layout(T))
+        return warpgroup_mma(kt, mem.ds, zero, use_acc=False, is_async=True)
+    else:
+        zero = gl.zeros((T.block_m, T.qk_dim), gl.float32, dq_layout(T))
+        return warpgroup_mma(mem.ds.permute((1, 0)), kt.permute((1, 0)), zero, use_acc=False, is_async=True)

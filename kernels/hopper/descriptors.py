@@ -73,6 +73,14 @@ def tensor_map(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype,
     return Map([batch, heads, length, dim], [*outer, 1], block, tensor_map_layout(DTYPES[dtype], block), dtype)
 
 
+def spread_rows_map(heads: int, length: int, dim: int, block: Sequence[int]) -> Map:
+    """Map of a contiguous float32 `[heads, length, dim]`, `length` a multiple of 8, by tiles whose row 8 a + 2 j + h in
+    shared memory is row 8 a + 4 h + j of the tensor (`backward_state.to_store`). Axes: head, a, j, h, lane."""
+    layout = tensor_map_layout("fp32", block)
+    strides = [length * dim, 8 * dim, dim, 4 * dim, 1]
+    return Map([heads, length // 8, 4, 2, dim], strides, list(block), layout, torch.float32)
+
+
 def rows_map(tiles: int, rows: int) -> Map:
     """Map of float32 per-row values, contiguous, `tiles` tiles of `rows`."""
     block = [1, rows]

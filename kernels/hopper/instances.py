@@ -44,7 +44,7 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
     if isinstance(t, BackwardTemplate):
         arguments = {
             **maps(q=(t.block_m, t.qk_dim), k=keys, v=values, do=(t.block_m, t.v_dim)),
-            "dq": tensor_map_type("fp32", (1, 1, t.block_m, t.dq_lanes)),
+            "dq": tensor_map_type("fp32", t.dq_box),
             **maps(dk=keys, dv=values),
             "lse": row,
             "delta": row,

@@ -12,7 +12,7 @@ from ..attention_problem import Problem, Unfinished
 from ..attention_reference import sinks_gradient
 from .descriptors import fits, readable
 from .explicit import bits_of_backward, bits_of_forward
-from .plans import Call, NarrowPlan, WidePlan, backward_plan, forward_plan, parts_of
+from .plans import Call, NarrowPlan, WidePlan, backward_plan, forward_plan, parts_of, rows_of_accumulator
 from .rows import Rows, rows_of_backward, rows_of_forward
 from .templates import AnyTemplate, BackwardTemplate
 
@@ -109,7 +109,7 @@ def unfinished_backward(
     )
     assert accumulator is not None
     dsinks = _sinks_gradient(problem.sinks, lse, delta_rows) if needs_sinks else None
-    return Unfinished(accumulator.transpose(1, 2), problem.scale, dk_to, dv_to, parts, dsinks)
+    return Unfinished(accumulator[:, :, : lse.shape[2]].transpose(1, 2), problem.scale, dk_to, dv_to, parts, dsinks)
 
 
 def _main(
@@ -138,7 +138,7 @@ def _main(
     lse_rows, delta_rows = q.new_empty((2, batch, heads, plan.padded_rows), dtype=torch.float32).unbind()
     accumulator = turns = None
     if isinstance(plan, NarrowPlan):
-        accumulator = q.new_empty((batch, heads, seq_q, q.shape[3]), dtype=torch.float32)
+        accumulator = q.new_empty((batch, heads, rows_of_accumulator(seq_q), q.shape[3]), dtype=torch.float32)
         turns = q.new_empty((batch, heads, plan.tiles), dtype=torch.int32) if call.deterministic else None
     # Pointers that the kernel does not look at may be any.
     plan.before.on(

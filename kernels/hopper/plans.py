@@ -18,7 +18,7 @@ from ..attention_problem import Problem
 from ..launch import Launch
 from . import prepare
 from .build import compile_instance
-from .descriptors import DTYPES, rows_map, tensor_map
+from .descriptors import DTYPES, Map, rows_map, spread_rows_map, tensor_map
 from .explicit import explicit
 from .instances import instance
 from .mapped_launch import MappedLaunch
@@ -39,6 +39,8 @@ _L2_BYTES_FOR_KEYS = 32 << 20
 """Of 50 MB: K and V of the heads that run together where the queries stay."""
 _L2_BYTES_FOR_QUERIES = 40 << 20
 """Q, dO and the accumulator of dQ of the heads that run together where the keys stay."""
+_DRIFTING_BYTES = 100 << 20
+"""The same of all heads that those blocks visit: 67 MB did no harm, 134 MB did."""
 _ROWS_PER_PROGRAM = 32
 """Of the kernels in prepare.py."""
 
@@ -201,18 +203,31 @@ def backward_templates_of(call: Call) -> BackwardTemplate | tuple[WideTemplate, 
 @functools.lru_cache(maxsize=1024)
 def parts_of(call: Call) -> int:
     """Over how many thread blocks the query heads of a group are spread: 1, unless the blocks of keys are too few to
-    keep the multiprocessors busy to the end. Under a mask they differ in length, so it takes more of them. Each part
-    has a dK and dV of its own, which are summed afterwards."""
+    keep the multiprocessors busy to the end (under a mask they differ in length, so it takes more of them), or run too
+    far apart. Each part has a dK and dV of its own, which are summed afterwards."""
     batch, _, heads, _, seq_k, kv_heads = call.sizes
     group = heads // kv_heads
     multiprocessors = torch.cuda.get_device_properties(call.device).multi_processor_count
     blocks = -(-seq_k // (128 if max(call.q[0][3], call.v[0][3]) <= 128 else 64)) * batch * kv_heads
     uneven = call.left is not None or call.right is not None or call.data is not None
     enough, wanted = (2.5, 3.5) if uneven else (1.0, 1.5)
-    if blocks >= enough * multiprocessors:
-        return 1
-    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    divisors = [n for n in range(1, group + 1) if group % n == 0 and group // n <= _heads_of_a_block(call)]
+    if blocks * divisors[0] >= enough * multiprocessors:
+        return divisors[0]
     return next((n for n in divisors if blocks * n >= wanted * multiprocessors), group)
+
+
+def _heads_of_a_block(call: Call) -> int:
+    """How many query heads a block of keys may visit. Causal blocks differ in length and are soon at different heads;
+    if those do not fit L2 together, each reads its queries from memory. At 2 x 8k tokens of 64/8 heads, blocks of eight
+    heads had 478 TFLOP/s, of four 539, of two 551, of one 539; of 32/8 heads, of four 561, of two 531."""
+    batch, _, heads, _, _, kv_heads = call.sizes
+    group = heads // kv_heads
+    causal = call.right is not None and call.left is None and call.data is None
+    if not causal or max(call.q[0][3], call.v[0][3]) > 128:
+        return group
+    together = _chunk(batch * kv_heads, _key_heads_together(call, masked=True))
+    return group if group * together * _queries_bytes(call) <= _DRIFTING_BYTES else min(group, 4)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -228,10 +243,14 @@ def backward_plan(
     batch, seq_q, heads, head_dim, seq_k, kv_heads = call.sizes
     blocks = -(-seq_k // template.block_n)
     padded_rows = -(-seq_q // PADDED) * PADDED if wide else -(-seq_q // template.block_m) * template.block_m
+    accumulator_rows = rows_of_accumulator(seq_q)
     before = Launch(
         prepare.before, (padded_rows // _ROWS_PER_PROGRAM * batch * heads,), torch.device("cuda", call.device),
         (*[call.dtype] * 3, *[torch.float32] * 5, torch.int32),
-        (*_strides(out), *_strides(grad_out), grad_out[1][3], heads, seq_q, padded_rows, head_dim, out[0][3]),
+        (
+            *_strides(out), *_strides(grad_out), grad_out[1][3],
+            heads, seq_q, accumulator_rows, padded_rows, head_dim, out[0][3],
+        ),
         {
             "TILE": template.block_m, "ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim, "V_DIM": template.v_dim,
             "HAS_GRAD_LSE": grad_lse, "COPY": do != grad_out, "ACCUMULATE": not wide,
@@ -262,16 +281,29 @@ def backward_plan(
     if isinstance(templates, tuple):
         of_keys = MappedLaunch(kernel, grid, (*inputs, *gradients, rows, rows), numbers, template, call.device)
         return WidePlan(before, padded_rows, templates, _wide_queries(call, templates[0], do, dq), of_keys)
-    accumulator = (batch, seq_q, heads, head_dim), (heads * seq_q * head_dim, head_dim, seq_q * head_dim, 1)
-    dq_map = tensor_map(*accumulator, torch.float32, template.block_m, templates.dq_lanes)
+    dq_map = _accumulator_map(templates, batch, heads, accumulator_rows, head_dim)
     after = Launch(
         prepare.after, (-(-seq_q // _ROWS_PER_PROGRAM) * batch * heads,), torch.device("cuda", call.device),
-        (torch.float32, call.dtype), (*_strides(dq), heads, seq_q, head_dim, call.scale),
+        (torch.float32, call.dtype), (*_strides(dq), heads, seq_q, accumulator_rows, head_dim, call.scale),
         {"ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim}, num_warps=4,
     )  # fmt: skip
     maps = *inputs, dq_map, *gradients, rows, rows
     main = MappedLaunch(kernel, grid, maps, numbers, template, call.device)
     return NarrowPlan(before, padded_rows, templates, main, after, padded_rows // template.block_m)
+
+
+def _accumulator_map(template: BackwardTemplate, batch: int, heads: int, rows: int, dim: int) -> Map:
+    """Of the float32 sums of dQ `[batch, heads, rows, dim]`, by what one reduce-add takes."""
+    if template.keys_in_registers:
+        of_batch_row_head = heads * rows * dim, dim, rows * dim, 1
+        return tensor_map((batch, rows, heads, dim), of_batch_row_head, torch.float32, *template.dq_box[2:])
+    return spread_rows_map(batch * heads, rows, dim, template.dq_box)
+
+
+def rows_of_accumulator(seq_q: int) -> int:
+    """Rows of a head of the accumulator of dQ: whole groups of 8, whose rows a tile in shared memory holds in another
+    order."""
+    return -(-seq_q // 8) * 8
 
 
 def _wide_queries(call: Call, template: WideTemplate, do: Shaped, dq: Shaped) -> MappedLaunch:
@@ -321,9 +353,13 @@ def _key_heads_together(call: Call, *, masked: bool) -> int:
     head each must stay in L2. Causal GQA 32/8 at 8k had 529 TFLOP/s with 2, 492 with 4."""
     if not masked or call.deterministic:
         return 4
+    return 2 if 2 * _queries_bytes(call) <= _L2_BYTES_FOR_QUERIES else 1
+
+
+def _queries_bytes(call: Call) -> int:
+    """Q, dO and the accumulator of dQ of one query head."""
     _, seq_q, _, head_dim, _, _ = call.sizes
-    bytes_per_head = seq_q * ((head_dim + call.v[0][3]) * call.dtype.itemsize + 4 * head_dim)
-    return 2 if 2 * bytes_per_head <= _L2_BYTES_FOR_QUERIES else 1
+    return seq_q * ((head_dim + call.v[0][3]) * call.dtype.itemsize + 4 * head_dim)
 
 
 def _chunk(heads: int, wanted: int) -> int:

@@ -14,7 +14,7 @@ import triton.language as tl
 def before(
     out, grad_out, grad_out_copy, lse, grad_lse, lse_rows, delta_rows, accumulator, turns,
     out_b, out_h, out_s, grad_b, grad_h, grad_s, grad_lane,
-    heads, rows, padded_rows, head_dim, v_head_dim,
+    heads, rows, accumulator_rows, padded_rows, head_dim, v_head_dim,
     TILE: tl.constexpr, ROWS: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr, COPY: tl.constexpr, ACCUMULATE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +50,7 @@ def before(
         q_lane = tl.arange(0, QK_DIM)
         zero = tl.zeros((ROWS, QK_DIM), tl.float32)
         here = inside[:, None] & (q_lane < head_dim)[None, :]
+        line = head.to(tl.int64) * accumulator_rows + r
         tl.store(accumulator + line[:, None] * head_dim + q_lane[None, :], zero, mask=here)
     if TURNS:  # noqa: SIM102 (decided at compile time; the next one is not)
         if row0 % TILE == 0:
@@ -63,16 +64,16 @@ def padded_row_tile(head, row0, padded_rows, TILE: tl.constexpr):
 
 @triton.jit
 def after(
-    accumulator, dq, dq_b, dq_h, dq_s, heads, rows, head_dim, scale,
+    accumulator, dq, dq_b, dq_h, dq_s, heads, rows, accumulator_rows, head_dim, scale,
     ROWS: tl.constexpr, QK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ceil(rows / ROWS) * batch * heads. `accumulator`: float32 [batch, heads, rows, head_dim]."""
+    """Grid: ceil(rows / ROWS) * batch * heads. `accumulator`: float32 [batch, heads, accumulator_rows, head_dim]."""
     chunks = tl.cdiv(rows, ROWS)
     head = tl.program_id(0) // chunks
     r = (tl.program_id(0) - head * chunks) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, QK_DIM)
     here = (r < rows)[:, None] & (lane < head_dim)[None, :]
-    line = head.to(tl.int64) * rows + r
+    line = head.to(tl.int64) * accumulator_rows + r
     x = tl.load(accumulator + line[:, None] * head_dim + lane[None, :], mask=here)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)

@@ -114,6 +114,15 @@ class BackwardTemplate(Template):
     block_n: int
     stages: int
     num_warps: int
+    keys_in_registers: bool
+    """K, V and K^T are left operands in registers, and dQ is computed transposed; otherwise from shared memory."""
+    early_scores: bool
+    """S of the next tile is issued behind the last product of a tile."""
+
+    @property
+    def later_first(self) -> bool:
+        """Blocks of later keys are launched, and with `deterministic` add to dQ, before those of earlier ones."""
+        return self.deterministic and self.mask in ("right", "band")
 
     @property
     def dq_warps(self) -> int:
@@ -122,10 +131,22 @@ class BackwardTemplate(Template):
         return 2 if self.deterministic else 1
 
     @property
+    def dq_rows(self) -> int:
+        """Rows of dQ in one reduce-add. Each of the two warpgroups owns half of a tile and hands it over on its own
+        barrier: half of the rows of dQ^T, half of the lanes of dQ."""
+        return self.block_m // 2 if self.keys_in_registers else self.block_m
+
+    @property
     def dq_lanes(self) -> int:
-        """Lanes of dQ in one reduce-add: each of the two warpgroups owns half of the feature axis and hands it over on
-        its own barrier."""
+        """Lanes of dQ in one reduce-add."""
         return self.qk_dim // 2
+
+    @property
+    def dq_box(self) -> tuple[int, ...]:
+        """What one reduce-add takes, in the axes of the accumulator's tensor map (`plans.py`)."""
+        if self.keys_in_registers:
+            return 1, 1, self.dq_rows, self.dq_lanes
+        return 1, self.dq_rows // 8, 4, 2, self.dq_lanes
 
     @property
     def max_registers(self) -> int:
@@ -215,10 +236,28 @@ _SHORT_FORWARD_TILES: dict[tuple[int, int], tuple[int, Tile]] = {
     (64, 64): (1536, Tile(128, 128, stages=3, dynamic=False, pingpong=False)),
 }
 
-_BACKWARD_TILES: dict[tuple[int, int], Tile] = {
-    # (qk_dim, v_dim)
-    (64, 64): Tile(64, 128, stages=2),  # causal 4k 1.03; with 128 queries, which spill, 0.93
-    (128, 128): Tile(64, 128, stages=2),  # causal 1k / 4k / 16k 1.06 / 1.12 / 1.08, full 1.03 / 1.11 / 1.02
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """One row of the table of the backward, see `BackwardTemplate`."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    keys_in_registers: bool
+    early_scores: bool
+
+
+# TFLOP/s on an H100 80GB, bf16, 16k tokens, cuDNN 9.19 of the same run in brackets.
+_BACKWARD_TILES: dict[tuple[int, int, bool], BackwardTile] = {
+    # (qk_dim, v_dim, masked)
+    # Causal 4k 430 (375), full 481 (441). With K^T in shared memory 417 and 470, with all three 373 and 414; with early
+    # scores 433 and 476; 128 queries spill.
+    (64, 64, True): BackwardTile(64, 128, stages=2, keys_in_registers=True, early_scores=False),
+    (64, 64, False): BackwardTile(64, 128, stages=2, keys_in_registers=True, early_scores=False),
+    # Causal 4k 507 (449), full 574 (516); each with the other's `early_scores` 496 and 560.
+    (128, 128, True): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=True),
+    (128, 128, False): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=False),
 }
 
 
@@ -290,10 +329,14 @@ def backward_template(
 ) -> BackwardTemplate | None:
     """The backward instance for a problem; None when no row serves."""
     dims = _tile_dims(head_dim, v_head_dim)
-    tile = None if dims is None else _BACKWARD_TILES.get(dims)
+    tile = None if dims is None else _BACKWARD_TILES.get((*dims, mask != "none"))
     if dims is None or tile is None:
         return None
-    return BackwardTemplate(*dims, mask, softcap, deterministic, tile.block_m, tile.block_n, tile.stages, num_warps=8)
+    keys_in_registers = tile.keys_in_registers and not softcap  # with tanh it would spill 300 bytes
+    return BackwardTemplate(
+        *dims, mask, softcap, deterministic, tile.block_m, tile.block_n, tile.stages, 8,
+        keys_in_registers, tile.early_scores,
+    )  # fmt: skip
 
 
 def wide_templates(

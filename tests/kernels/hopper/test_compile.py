@@ -39,14 +39,17 @@ SPILLS = {
     "forward-64x64-bits*": 64,
     "forward-128x128-bits-softcap": 200,
     "forward-128x128-bits*": 80,
-    "forward-192x128-bits*": 32,
+    "forward-192x128-bits*": 64,
+    "forward-256x256-bits*": 200,
+    "backward-64x64-bits-softcap": 200,
+    "backward-64x64-bits*": 64,
     "queries-*-bits-softcap": 256,
     "forward-128x128-segments-softcap": 128,
     "forward-128x128-segments*": 64,
     "forward-192x128-segments*": 64,
     "forward-256x256-segments*": 400,
     "backward-128x128-segments-softcap": 800,
-    "backward-128x128-segments*": 200,
+    "backward-128x128-segments*": 224,
     "queries-*-segments-softcap": 900,
     "keys-*-segments-softcap": 64,
     "forward-128x128-*-softcap": 64,
@@ -57,9 +60,11 @@ SPILLS = {
     "queries-*": 64,
     "keys-*": 0,
     "backward-64x64-*-softcap": 200,
+    "backward-64x64-segments*": 100,
+    "backward-64x64-band*": 24,
     "backward-64x64-*": 0,
     "backward-128x128-*-softcap": 512,
-    "backward-128x128-right*": 0,
+    "backward-128x128-right*": 24,
     "backward-128x128-*": 100,
 }
 
@@ -84,8 +89,8 @@ def assert_as_designed(used: dict[str, object]) -> None:
     assert not used["warnings"], f"ptxas serialised the products of {name}: {used['warnings']}"
     assert set(used["barrier_ids"]) <= TRITON_BARRIERS, used  # type: ignore[call-overload]
     assert used["wgmma"] == expected_wgmma(name), used
-    dims = name.split("-")[1]
-    reduces = {"64x64": 2, "128x128": 4}[dims] if direction == "backward" else 0
+    # Two halves of a tile of dQ, each in boxes of 128 bytes a row.
+    reduces = 0 if direction != "backward" else 2 if fnmatch.fnmatch(name, "*-64x64-*-softcap") else 4
     assert used["tma_reduce"] == (2 * reduces if name.endswith("deterministic") else reduces), used
 
 
@@ -108,8 +113,10 @@ def expected_wgmma(name: str) -> int:
     if direction == "keys":  # S, dP, and dV, dK over 64 queries
         return qk_dim // 16 + v_dim // 16 + 2 * (64 // 16)
     block_m, block_n = 64, 128
-    # S, dP (over the features), dV, dK (over the queries), dQ (over the keys); one loop whatever the mask.
-    return 2 * (qk_dim // 16) + 2 * (block_m // 16) + block_n // 16
+    # S, dP (over the features), dV, dK (over the queries), dQ (over the keys); one loop whatever the mask. Early scores
+    # are those of the next tile; the first ones stand before the loop.
+    early = qk_dim == 128 and mask != "none"
+    return (3 if early else 2) * (qk_dim // 16) + 2 * (block_m // 16) + block_n // 16
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)

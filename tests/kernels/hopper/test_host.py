@@ -44,7 +44,7 @@ def test_chunks_of_heads() -> None:
 
 def test_parts_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of keys times parts fill 132 multiprocessors one and a half times, three and a half times where blocks
-    differ in length, if the group has the heads."""
+    differ in length, if the group has the heads. Long causal blocks visit four heads at most."""
     from fusion_pass.kernels.hopper.plans import Call, parts_of
 
     properties = SimpleNamespace(multi_processor_count=132)
@@ -59,8 +59,22 @@ def test_parts_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts(1, 4096, 32, 8) == 1
     assert parts(1, 4096, 32, 8, "top_left") == 2
     assert parts(2, 8192, 32, 8, "top_left") == 1
+    assert parts(2, 8192, 64, 8, "top_left") == 2
+    assert parts(2, 8192, 64, 8) == 1
+    assert parts(8, 2048, 64, 8, "top_left") == 1
     assert parts(1, 256, 6, 2) == 3
     assert parts(1, 256, 4, 4) == 1
+
+
+def test_map_of_spread_rows() -> None:
+    """Row 8 a + 2 j + h of a tile is row 8 a + 4 h + j of the accumulator of dQ."""
+    from fusion_pass.kernels.hopper.descriptors import spread_rows_map
+
+    found = spread_rows_map(2, 16, 64, (1, 2, 4, 2, 32))
+    rows = torch.arange(2 * 16)[:, None].expand(-1, 64).contiguous()
+    seen = rows.as_strided(found.shape, found.strides)[..., 0].reshape(2, 16)
+    assert seen[1].tolist() == [16 + 8 * (r // 8) + 4 * (r % 2) + r % 8 // 2 for r in range(16)]
+    assert found.block == [1, 2, 4, 2, 32]
 
 
 def test_assembler_is_chosen_without_a_trace() -> None:
@@ -156,7 +170,7 @@ def test_reasons(call: Request, reason: str | None, monkeypatch: pytest.MonkeyPa
         ("attention", 1024, 128, "top_left", True),
         ("attention", 1024, 128, "none", False),
         ("attention_backward", 4096, 256, "none", False),
-        ("attention_backward", 4096, 64, "none", True),
+        ("attention_backward", 4096, 64, "none", False),
         ("attention_backward", 4096, 64, "top_left", False),
         ("attention_backward", 1024, 128, "top_left", False),
     ],
