@@ -221,6 +221,12 @@ WIDE = {
         300, head_dim=256, value_dim=256, conditions=segments(ordered=False, causal="top_left")
     ),
     "head_dim_256_256_pairs": case(300, 500, head_dim=256, value_dim=256, conditions=pairs("random")),
+    "head_dim_192_128_documents": case(
+        300, batch=1, head_dim=192, value_dim=128, conditions=documents([0, 9, 9, 200, 300], causal="top_left")
+    ),
+    "head_dim_192_128_segments": case(
+        300, head_dim=192, value_dim=128, conditions=segments(ordered=False, causal="top_left")
+    ),
     "head_dim_192_128_pairs": case(500, head_dim=192, value_dim=128, conditions=pairs("padded_start")),
     "head_dim_256_256_softcap": case(
         300, head_dim=256, value_dim=256, logits=4, conditions=options(softcap=30.0, causal="top_left")
@@ -269,6 +275,15 @@ def test_head_dim_64_masks(name: str, device: torch.device) -> None:
         assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16, deterministic=deterministic))
 
 
+@pytest.mark.parametrize("name", ["full", "ragged", "softcap", "sinks"])
+def test_three_warpgroups(name: str, device: torch.device) -> None:
+    """Head_dim 64, enough queries for tiles of 192, keys that do not differ from tile to tile."""
+    long = case(1800, 1777 if name == "ragged" else 1792, head_dim=64, value_dim=64)
+    changes = {"softcap": {"conditions": options(softcap=30.0), "logits": 4}, "sinks": {"sinks": True}}.get(name, {})
+    inputs = make_inputs(dataclasses.replace(long, **changes), torch.bfloat16, device)
+    assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16))
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_heads(name: str, deterministic: bool, device: torch.device) -> None:
@@ -289,21 +304,22 @@ def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None
     def integers(*shape: int) -> Tensor:
         return torch.randint(-4, 5, shape, device=device, generator=generator).to(torch.bfloat16)
 
+    tokens = 2048  # enough for three warpgroups at head_dim 64
     # Scores of 0 make every probability a power of two where the number of keys is one: sums of small integers, exact
     # in float32.
     q, k, v, grad = (
-        torch.zeros(2, 1024, 8, dim, device=device, dtype=torch.bfloat16),
-        *(integers(2, 1024, 8, dim) for _ in range(3)),
+        torch.zeros(2, tokens, 8, dim, device=device, dtype=torch.bfloat16),
+        *(integers(2, tokens, 8, dim) for _ in range(3)),
     )
     problem = problem_of(q, k, v, causal=causal)
     out, lse = launch.forward(problem, "bshd")
     expected = v.double().cumsum(1) if causal != "none" else v.double().sum(1, keepdim=True).expand(v.shape)
-    count = torch.arange(1, 1025, device=device)[None, :, None, None] if causal != "none" else 1024
+    count = torch.arange(1, tokens + 1, device=device)[None, :, None, None] if causal != "none" else tokens
     torch.testing.assert_close(out.double() * count, expected, rtol=0.005, atol=0)
     first = launch.backward(problem, grad, None, out, lse, (True, True, True, False))
     if causal == "none":
         # dV = mean over the queries: exact.
-        assert torch.equal(first[2], (grad.double().sum(1, keepdim=True) / 1024).expand(v.shape).to(torch.bfloat16))
+        assert torch.equal(first[2], (grad.double().sum(1, keepdim=True) / tokens).expand(v.shape).to(torch.bfloat16))
     for _ in range(250):
         again = launch.forward(problem, "bshd")
         assert torch.equal(again[0], out)
