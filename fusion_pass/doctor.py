@@ -64,8 +64,8 @@ def _software() -> Iterator[Part]:
     yield Part(
         "cuda-core",
         _version("cuda-core"),
-        "The CUDA C++ kernels of norm + rotation need it: pip install 'fusion-pass[cuda]'. Each call then takes them or "
-        "Triton's, as measured; interleaved MRoPE and head dimensions like 80 and 96 gain most.",
+        "The CUDA C++ kernels of norm + rotation need it: pip install 'fusion-pass[cuda]'. Each call then takes them "
+        "or Triton's, as measured; interleaved MRoPE and head dimensions like 80 and 96 gain most.",
     )
     for name, use in (("transformers", "language models and the demo"), ("diffusers", "diffusion models")):
         yield Part(name, _version(name), f"Only the zoo's {use} need it: pip install 'fusion-pass[zoo]'.")
