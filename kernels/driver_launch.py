@@ -6,10 +6,11 @@ call to call, so a `DriverLaunch` keeps the array of parameters that `cuLaunchKe
 it, and calls: 1 microsecond and the driver.
 
 What a compiled kernel's parameters are is Triton's affair: the run-time arguments in order, a tensor map followed by
-its shape (int32) and strides (int64), and at the end the addresses of two scratch buffers (read in Triton 3.6,
-backends/nvidia/driver.py). `driver_launch` compares that with what the driver says of the loaded kernel
-(`cuFuncGetParamInfo`, CUDA 12.4): number and size of all parameters. Where they differ, or the kernel needs more than
-parameters (clusters, scratch, a cooperative grid), it gives None and the caller takes Triton's way.
+its shape (int32) and strides (int64), and at the end the addresses of two scratch buffers (Triton's
+backends/nvidia/driver.py and driver.c, in the versions of `_READ`). `driver_launch` compares that with what the driver
+says of the loaded kernel (`cuFuncGetParamInfo`, CUDA 12.4): number and size of all parameters. Where they differ, or
+the kernel needs more than parameters (clusters, scratch, a cooperative grid), it gives None and the caller takes
+Triton's way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+_READ = ("3.6.", "3.7.", "3.8.", "3.9.")
+"""Versions of Triton whose launcher was read and found to be as said above. Any other one takes Triton's way."""
 _WARP = 32
 _MAP_BYTES = 128
 _MAP_OBJECT_BYTES = 256
@@ -79,6 +82,13 @@ class _Attribute(ctypes.Structure):
 
 _OVERLAPS = _Attribute(6, 0, (1,))
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may start before the one before it ends."""
+
+
+@functools.cache
+def _triton_was_read() -> bool:
+    import triton
+
+    return str(triton.__version__).startswith(_READ)
 
 
 @functools.cache
@@ -162,7 +172,7 @@ def driver_launch(
     `arguments`: one for each parameter of the kernel's function: `ADDRESS`, a `Shape` for a tensor map, a number, or
     anything for a compile-time argument. `map_type`: of Triton's objects around tensor maps.
     """
-    found = _driver()
+    found = _driver() if _triton_was_read() else None
     run = getattr(compiled, "run", None)
     signature: Any = getattr(getattr(compiled, "src", None), "signature", None)
     packed: Sequence[int] = getattr(compiled, "packed_metadata", ())

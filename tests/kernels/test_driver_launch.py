@@ -79,6 +79,7 @@ def compiled(**changes: Any) -> Any:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    pytest.importorskip("triton")
     made = Driver()
     monkeypatch.setattr(module, "_driver", lambda: made)
     return made
@@ -171,6 +172,12 @@ def test_kernels_that_go_through_triton(driver: Driver, change: dict[str, Any]) 
     made = compiled(**{k: v for k, v in change.items() if k != "src"})
     made.src = change.get("src", made.src)
     assert driver_launch(made, (1,), ARGUMENTS, TensorMap) is None
+
+
+def test_a_launcher_that_nobody_read(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module._triton_was_read()  # or read the new one, and say so in `_READ`
+    monkeypatch.setattr(module, "_triton_was_read", lambda: False)
+    assert driver_launch(compiled(), (1,), ARGUMENTS, TensorMap) is None
 
 
 def test_other_map_objects_and_empty_grids(driver: Driver) -> None:
