@@ -1,9 +1,9 @@
 """Launch a kernel that Triton compiled by the CUDA driver, without Triton's launcher.
 
 Triton's launcher parses every argument on every call, the compile-time ones too: 4.5 microseconds for ten pointers,
-twenty numbers and thirty-five constants, and twice that with nine tensor maps. All but the addresses are the same from
-call to call, so a `DriverLaunch` keeps the array of parameters that `cuLaunchKernelEx` reads, writes the addresses into
-it, and calls: 1 microsecond and the driver.
+twenty numbers and thirty-five constants. All but the addresses are the same from call to call, so a `DriverLaunch`
+keeps the array of parameters that `cuLaunchKernelEx` reads, writes the addresses into it, and calls: 1 microsecond and
+the driver.
 
 What a compiled kernel's parameters are is Triton's affair: the run-time arguments in order, a tensor map followed by
 its shape (int32) and strides (int64), and at the end the addresses of two scratch buffers (Triton's
