@@ -41,7 +41,7 @@ SPILLS = {
     # stands in the branch of the masked blocks.
     "forward-64x64-bits*": 64,
     "forward-128x128-bits-softcap": 200,
-    "forward-128x128-bits*": 80,
+    "forward-128x128-bits*": 160,
     "forward-192x128-bits*": 64,
     "forward-256x256-bits*": 200,
     "backward-64x64-bits-softcap": 200,
