@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from . import lanes, operations
+from . import arithmetic, lanes, movement, operations  # registers the operations  # noqa: F401
 from .effects import Effects
 from .lanes import WORLDS, Array, Mixed, Opaque, Promote, Source, Value
 from .vocabulary import CASTS, MOVEMENTS, Size, fake, fake_tensor, in_place, operation, sizes, written_arguments
@@ -203,7 +203,7 @@ class Evaluator:
             for step in chain:
                 args = [value, *self._arguments(step.args[1:], step)]
                 value = operations.apply(self, step, operation(step), args, self._arguments(step.kwargs, step))
-            return operations.basic_index(value, write.args[1]) if operation(write) == "setitem" else value
+            return movement.basic_index(value, write.args[1]) if operation(write) == "setitem" else value
 
         return overwrite(before, address, new)
 
@@ -211,11 +211,11 @@ class Evaluator:
         name = operation(write)
         if name in ("setitem", "copy_") and not (name == "copy_" and len(write.args) > 2):
             return operations.tensor(self._arguments(write.args[-1], write))
-        arithmetic = in_place(write)
-        if arithmetic is None or "out" in write.kwargs:
+        changed_by = in_place(write)
+        if changed_by is None or "out" in write.kwargs:
             raise Opaque("a write that is not modelled")
         args = self._arguments(write.args, write)
-        return operations.tensor(operations.apply(self, write, arithmetic, args, self._arguments(write.kwargs, write)))
+        return operations.tensor(operations.apply(self, write, changed_by, args, self._arguments(write.kwargs, write)))
 
     # --- sources ----------------------------------------------------------------------------------------------------
     # -----------------
