@@ -112,6 +112,26 @@ def test_reflection():
     refused("reflection", rotate=lambda q, c, s: q * c + torch.cat((q[..., HALF:], q[..., :HALF]), -1) * s)
 
 
+def test_rotated_lanes_with_a_gap():
+    """The outer lanes are rotated and those between them kept: no rotary_dim and rotary_start say that."""
+
+    def rotate(q, c, s):
+        a, kept, b = q.split((4, D - 8, 4), -1)
+        c, s = c[..., :4], s[..., :4]
+        return torch.cat((a * c - b * s, kept, b * c + a * s), -1)
+
+    refused("not one block of even width", rotate=rotate)
+
+
+def test_layer_norm_with_a_weight_stored_around_one():
+    refused("has no operator", norm=lambda x, w: F.layer_norm(x, (D,), None, None, 1e-6) * (1 + w))
+
+
+def test_layer_norm_with_a_bias_that_is_no_tensor():
+    """Fused without its bias, the call would be wrong by 0.5 everywhere."""
+    refused("The bias of the norm", norm=lambda x, w: F.layer_norm(x, (D,), w, None, 1e-6) + 0.5)
+
+
 def test_exchanged_tables():
     refused("exchanged", rotate=lambda q, c, s: halves(q, s, c))
 
