@@ -79,7 +79,12 @@ def _supports(request: Request) -> str | None:
 
 
 def _gate(request: Request) -> str | None:
-    """Where cuDNN is faster and can compute the call."""
+    """What has not run on a card in its present form; and where cuDNN is faster and can compute the call."""
+    if _is_unchecked(request):
+        return (
+            "documents, masks and a softcap above head_dim 128 have not run on a card since the kernels changed; "
+            "name it (kernels=('hopper',)) to use it."
+        )
     reason = _faster_by_cudnn(request)
     if reason is None:
         return None
@@ -89,14 +94,24 @@ def _gate(request: Request) -> str | None:
     return f"cuDNN is faster for {reason}."
 
 
+def _is_unchecked(request: Request) -> bool:
+    wide = max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0) > 128
+    softcap = request.options.get("softcap", 0.0)
+    return wide and (
+        softcap != 0.0 or any(name in request.dtypes for name in ("mask", "q_segment_ids", "cu_seqlens_q"))
+    )
+
+
 def _faster_by_cudnn(request: Request) -> str | None:
     """The calls that were slower here than with cuDNN, with the ratio of the speeds (H100, docs/hopper.md)."""
     keys = request.shapes["k"][1]
     head_dim = max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0)
     causal = request.options.get("causal", "none") != "none"
-    if request.op == "attention_backward" or keys is None:
-        return None
     dims = request.shapes["q"][-1], request.shapes["v"][-1]
+    if request.op == "attention_backward":
+        return "backwards of head_dim 192 and 128" if dims == (192, 128) else None  # 0.91 and 0.92
+    if keys is None:
+        return None
     if head_dim > 128 and keys < 8192 and dims not in ((192, 128), (256, 256)):
         return "forwards of a head_dim that is padded to 192 or 256, with fewer than 8192 keys"  # not measured
     if head_dim <= 128 and causal and keys <= 1024:
