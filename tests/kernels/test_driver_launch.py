@@ -79,7 +79,7 @@ def compiled(**changes: Any) -> Any:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="what is tested is Triton's, which is not installed")
     made = Driver()
     monkeypatch.setattr(module, "_driver", lambda: made)
     return made
@@ -191,7 +191,7 @@ def test_other_map_objects_and_empty_grids(driver: Driver) -> None:
 def test_parameters_are_those_of_a_compiled_kernel(tmp_path: Path) -> None:
     """Number and sizes as Triton's compiler writes them to the kernel's entry point. In a process of its own: in this
     one kernels are interpreted."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="what is tested is Triton's, which is not installed")
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED)
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion_pass.kernels.attention_problem import resolve
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="what is tested is Triton's, which is not installed")
 
 
 @st.composite
