@@ -2,11 +2,12 @@
 
     python -m benchmarks.attention              # the table; writes benchmarks/results/attention-CARD.json
     python -m benchmarks.attention --every      # every length from 512 to 32768
+    python -m benchmarks.attention --portable   # our Triton kernels beside FlashAttention-2, which both run from sm_80 on
     python -m benchmarks.attention --plot benchmarks/results/attention-CARD.json
 
-`ours` is `backend="hopper"`. Baselines: PyTorch's default (FlashAttention-2), cuDNN, our portable Triton kernels,
-FlexAttention (compiled; windows and documents), and FlashAttention-4 where `flash-attn-4` is installed
-(`pip install flash-attn-4`; with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 its kernels are compiled side by side first).
+`ours` is `backend="hopper"`, with --portable `backend="triton"`. Baselines: PyTorch's default (cuDNN on an H100), cuDNN,
+FlashAttention-2 (PyTorch's; --portable), our portable Triton kernels, FlexAttention (compiled; windows and documents),
+and FlashAttention-4 where `flash-attn-4` is installed (`pip install flash-attn-4`; with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 its kernels are compiled side by side first).
 
 TFLOP/s count 4 B H Sq Sk D for the forward (D the mean of q's and v's) and 2.5 times that for the backward, of the
 pairs that are seen, whatever a kernel really computes; the backward includes every kernel of it. Every implementation
@@ -64,6 +65,8 @@ class Shape:
     """Measure the reproducible backward too."""
     triton: bool = False
     """Measure our Triton kernels too."""
+    portable: bool = False
+    """Ours are the Triton kernels, and FlashAttention-2 is a baseline."""
 
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads}" if self.heads != self.kv_heads else f"{self.heads}"
@@ -112,6 +115,16 @@ def shapes(lengths: tuple[int, ...]) -> list[Shape]:
     ]
 
 
+def portable_shapes(lengths: tuple[int, ...]) -> list[Shape]:
+    """16k tokens, hidden size 2048, at every length, of the head dimensions that FlashAttention-2 is tuned for."""
+    return [
+        Shape(max(1, 16384 // tokens), tokens, 2048 // head_dim, 2048 // head_dim, head_dim, causal, portable=True)
+        for head_dim in (64, 128)
+        for causal in (True, False)
+        for tokens in lengths
+    ]
+
+
 def tensors(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v (leaves) and the gradient of the result, [B, S, H, D]."""
     v_head_dim = shape.v_head_dim or shape.head_dim
@@ -153,6 +166,10 @@ def implementations(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, 
     def ours(backend: str, **more: Any) -> Tensor:
         return attention(q, k, v, **options, **more, backend=backend)[0]
 
+    if shape.portable:
+        baselines = {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+        by_pytorch = {name: partial(_pytorch, shape, q, k, v, backend) for name, backend in baselines.items()}
+        return {"ours": partial(ours, "triton"), **by_pytorch}
     calls: dict[str, Call] = {"ours": partial(ours, "hopper")}
     if shape.deterministic:
         calls["ours, deterministic"] = partial(ours, "hopper", deterministic=True)
@@ -323,7 +340,7 @@ def _once(shape: Shape) -> None:
 def compile_first(cases: list[Shape], processes: int) -> None:
     """Compile the kernels of all cases side by side."""
     kinds = {
-        (s.head_dim, s.v_head_dim, s.causal, s.window >= 0, s.documents > 1, s.deterministic, s.triton): s
+        (s.head_dim, s.v_head_dim, s.causal, s.window >= 0, s.documents > 1, s.deterministic, s.triton, s.portable): s
         for s in cases
     }
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -367,6 +384,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--every", action="store_true", help="every length from 512 to 32768, instead of 1k, 4k, 16k")
+    parser.add_argument("--portable", action="store_true", help="our Triton kernels beside FlashAttention-2")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--processes", type=int, default=8, help="that compile at the same time")
     parser.add_argument("--seconds", type=float, default=100, help="begin no measurement later than this")
@@ -377,13 +395,15 @@ def main() -> None:
         return
     torch.manual_seed(0)
     lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768) if arguments.every else (1024, 4096, 16384)
-    cases = [shape for shape in shapes(lengths) if arguments.only in str(shape)]
+    every = portable_shapes(lengths) if arguments.portable else shapes(lengths)
+    name = "attention_portable" if arguments.portable else "attention"
+    cases = [shape for shape in every if arguments.only in str(shape)]
     start = time.monotonic()
     compile_first(cases, arguments.processes)
     print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     with side_stream():
         left = arguments.seconds - (time.monotonic() - start)
-        compare(cases, left, lambda rows: write_results("attention", rows, folder=arguments.output))
+        compare(cases, left, lambda rows: write_results(name, rows, folder=arguments.output))
 
 
 if __name__ == "__main__":
