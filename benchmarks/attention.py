@@ -2,12 +2,13 @@
 
     python -m benchmarks.attention              # the table; writes benchmarks/results/attention-CARD.json
     python -m benchmarks.attention --every      # every length from 512 to 32768
-    python -m benchmarks.attention --portable   # our Triton kernels beside FlashAttention-2, which both run from sm_80 on
+    python -m benchmarks.attention --portable   # our Triton kernels beside FlashAttention-2
     python -m benchmarks.attention --plot benchmarks/results/attention-CARD.json
 
-`ours` is `backend="hopper"`, with --portable `backend="triton"`. Baselines: PyTorch's default (cuDNN on an H100), cuDNN,
-FlashAttention-2 (PyTorch's; --portable), our portable Triton kernels, FlexAttention (compiled; windows and documents),
-and FlashAttention-4 where `flash-attn-4` is installed (`pip install flash-attn-4`; with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 its kernels are compiled side by side first).
+`ours` is `backend="hopper"`, with --portable `backend="triton"`. Baselines: PyTorch's default (on an H100 cuDNN), cuDNN,
+FlashAttention-2 (PyTorch's; --portable), our Triton kernels, FlexAttention (compiled; windows and documents), and
+FlashAttention-4 where `flash-attn-4` is installed (`pip install flash-attn-4`; with
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 its kernels are compiled side by side first).
 
 TFLOP/s count 4 B H Sq Sk D for the forward (D the mean of q's and v's) and 2.5 times that for the backward, of the
 pairs that are seen, whatever a kernel really computes; the backward includes every kernel of it. Every implementation
