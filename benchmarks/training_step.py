@@ -14,7 +14,9 @@ The optimiser is left out: it is the same in all of them. Needs the extra `zoo` 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,14 +97,13 @@ def steps_of(name: str, batch: int, tokens: int, variants: Sequence[str] = ALWAY
     ALL_ATTENTION_FUNCTIONS.register("causal_by_hand", causal_by_hand)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    weights = MODELS[name]().state_dict()
+    with torch.device("cuda"):  # so that the random weights are made there: seconds instead of minutes
+        original = MODELS[name]().to(torch.bfloat16).train()
     given = arguments_of(name, batch, tokens)
     upstream = torch.randn(batch, tokens, SIZES["hidden_size"], device="cuda", dtype=torch.bfloat16)
 
     def make(attention: str, options: dict[str, Any]) -> Callable[[], Tensor]:
-        model = MODELS[name]()
-        model.load_state_dict(weights)
-        model.to("cuda", torch.bfloat16).train()
+        model = copy.deepcopy(original)
         model.config._attn_implementation = attention
         compiled = torch.compile(model, dynamic=False, **options)
 
@@ -153,11 +154,16 @@ def peak_of(step: Callable[[], Tensor]) -> float:
 
 def benchmark(name: str, batch: int, tokens: int, rounds: int, profiled: bool, variants: Sequence[str] = ALWAYS) -> Row:
     steps = steps_of(name, batch, tokens, variants)
-    gradients = {variant: step().float() for variant, step in steps.items()}
+    gradients = {}
+    for variant, step in steps.items():
+        start = time.monotonic()
+        gradients[variant] = step().float()
+        print(f"  {variant:18s} compiled and run once in {time.monotonic() - start:.0f} s", flush=True)
     expected = gradients["torch.compile"]
     for variant, gradient in gradients.items():
         difference = ((gradient - expected).norm() / expected.norm()).item()
-        print(f"  {variant:18s} dW(q_proj) differs by {difference:.1e}, peak {peak_of(steps[variant]):.1f} GiB")
+        peak = peak_of(steps[variant])
+        print(f"  {variant:18s} dW(q_proj) differs by {difference:.1e}, peak {peak:.1f} GiB", flush=True)
     times = time_steps(steps, rounds)
     medians = {variant: statistics.median(values) for variant, values in times.items()}
     spreads = {variant: max(values) - min(values) for variant, values in times.items()}
