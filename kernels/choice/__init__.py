@@ -21,12 +21,8 @@ from ..registry import NORM_ROPE_OPS, Kernel, Request
 def _available() -> str | None:
     if triton.interpreted():
         return "kernels are interpreted (TRITON_INTERPRET=1), which CUDA C++ cannot be."
-    reasons = [
-        f"{kernel.name}: {reason}"
-        for kernel in (*triton.KERNELS, *cuda.KERNELS)
-        if (reason := kernel.available()) is not None
-    ]
-    return f"there is nothing to choose from. {' '.join(reasons)}" if reasons else None
+    missing = [kernel.name for kernel in (*triton.KERNELS, *cuda.KERNELS) if kernel.available() is not None]
+    return f"it takes the faster of triton and cuda, and here {' and '.join(missing)} cannot run." if missing else None
 
 
 def _supports(request: Request) -> str | None:
