@@ -57,7 +57,8 @@ def choices(result: Mapping[str, Any]) -> dict[str, Any]:
         # Without v to move, a forward in training is the forward.
         if (shape.name, direction) in measured and (shape.packed or direction != "forward (training)")
     ]
-    facts = {name: result[name] for name in ("card", "torch", "triton", "date", "commit", "copy_gb_s")}
+    source = [name for name in ("commit", "tree") if name in result]  # neither, where it ran without git
+    facts = {name: result[name] for name in ("card", "torch", "triton", "date", *source, "copy_gb_s")}
     return {**facts, "columns": ["tokens", *BACKENDS], "shapes": shapes}
 
 

@@ -137,6 +137,27 @@ class Row:
         return record
 
 
+def source_state(folder: Path = RESULTS.parent.parent) -> dict[str, str]:
+    """The `commit` that `folder` is a checkout of, and whether the `tree` is that commit: "clean" or "changed".
+
+    New files count, earlier results do not. Empty where there is no git, or `folder` is no checkout but a copy.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        root = git("rev-parse", "--show-toplevel")
+        commit = git("rev-parse", "HEAD")
+        changes = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return {}
+    if Path(root).resolve() != folder.resolve():
+        return {}
+    return {"commit": commit, "tree": "changed" if changes else "clean"}
+
+
 def write_results(
     name: str, rows: Sequence[Row], facts: Mapping[str, object] | None = None, folder: Path = RESULTS
 ) -> Path:
@@ -144,13 +165,12 @@ def write_results(
     import triton
 
     card = torch.cuda.get_device_name()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     record = {
         "card": card,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": date.today().isoformat(),
-        "commit": commit,
+        **source_state(),
         **(facts or {}),
         "rows": [row.as_json() for row in rows],
     }

@@ -172,6 +172,32 @@ def test_five_axes_are_refused() -> None:
     assert "axes" in refused(lambda q, k, v: sdpa(q, k, v), *(x[None] for x in qkv()))
 
 
+def test_mask_beside_is_causal_is_refused() -> None:
+    """On the CPU the call raises when it runs; a graph may hold it all the same."""
+    module, _ = graphs.captured(lambda q, k, v, mask: sdpa(q, k, v, mask), *qkv(), torch.ones(S, S, dtype=torch.bool))
+    (call,) = (node for node in module.graph.nodes if node.op == "call_function")
+    call.kwargs = {**call.kwargs, "is_causal": True}
+    reason = "attn_mask and is_causal are both given, which scaled_dot_product_attention does not take."
+    assert graphs.refusal(module) == reason
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("is_causal", "is_causal is known only at run time."),
+        ("scale", "The scale at_run_time is known only at run time."),
+    ],
+)
+def test_argument_known_only_at_run_time_is_refused(argument: str, reason: str) -> None:
+    """Dynamo breaks the graph before such a call; other tracers pass the input on."""
+    module, _ = graphs.captured(lambda q, k, v: sdpa(q, k, v, is_causal=True, scale=0.5), *qkv())
+    (call,) = (node for node in module.graph.nodes if node.op == "call_function")
+    with module.graph.inserting_before(call):
+        given = module.graph.placeholder("at_run_time")
+    call.kwargs = {**call.kwargs, argument: given}
+    assert graphs.refusal(module) == reason
+
+
 def test_broadcast_batch_is_refused() -> None:
     q, k, v = qkv()
     assert "batch sizes" in refused(lambda q, k, v: sdpa(q, k, v), q, k[:1], v[:1])
