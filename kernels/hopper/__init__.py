@@ -60,14 +60,8 @@ def _supports(request: Request) -> str | None:
     for name in ("q", "k", "v"):
         if request.dtypes[name] not in (torch.bfloat16, torch.float16) or request.dtypes[name] != request.dtypes["q"]:
             return f"{name} is {request.dtypes[name]}; it takes bfloat16 or float16, the same for q, k and v."
-    if "mask" in request.dtypes:
-        shape = request.shapes["mask"]
-        if request.dtypes["mask"] != torch.bool or any(size != 1 for size in shape[-3:-2]):
-            return "mask is given; it takes boolean masks that are the same for every head, [B or 1, 1, Sq or 1, Sk]."
-        if "cu_seqlens_q" in request.dtypes:
-            return "mask is given beside cu_seqlens_q; it takes one of them."
-        if "q_segment_ids" in request.dtypes and any(size != 1 for size in shape[-2:-1]):
-            return "a mask that differs from query to query is given beside segment ids; it takes one of them."
+    if request.dtypes.get("mask", torch.bool) != torch.bool:
+        return f"mask is {request.dtypes['mask']}; it takes boolean masks."
     scale = request.options.get("scale")
     if isinstance(scale, (int, float)) and scale <= 0:
         return f"scale is {scale}; it takes a positive scale."
@@ -80,11 +74,9 @@ def _supports(request: Request) -> str | None:
 
 def _gate(request: Request) -> str | None:
     """What has not run on a card in its present form; and where cuDNN is faster and can compute the call."""
-    if _is_unchecked(request):
-        return (
-            "documents, masks and a softcap above head_dim 128 have not run on a card since the kernels changed; "
-            "name it (kernels=('hopper',)) to use it."
-        )
+    unchecked = _unchecked(request)
+    if unchecked is not None:
+        return f"{unchecked} have not run on a card; name it (kernels=('hopper',)) to use it."
     reason = _faster_by_cudnn(request)
     if reason is None:
         return None
@@ -94,12 +86,20 @@ def _gate(request: Request) -> str | None:
     return f"cuDNN is faster for {reason}."
 
 
-def _is_unchecked(request: Request) -> bool:
+def _unchecked(request: Request) -> str | None:
+    """What of the call the kernels compute in a form that no card has run."""
     wide = max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0) > 128
     softcap = request.options.get("softcap", 0.0)
-    return wide and (
-        softcap != 0.0 or any(name in request.dtypes for name in ("mask", "q_segment_ids", "cu_seqlens_q"))
-    )
+    if wide and (softcap != 0.0 or any(name in request.dtypes for name in ("mask", "q_segment_ids", "cu_seqlens_q"))):
+        return "documents, masks and a softcap above head_dim 128"
+    mask = request.shapes.get("mask", ())
+    if any(size != 1 for size in mask[-3:-2]):
+        return "masks that differ by head"
+    if mask and "cu_seqlens_q" in request.dtypes:
+        return "masks beside cu_seqlens"
+    if "q_segment_ids" in request.dtypes and any(size != 1 for size in mask[-2:-1]):
+        return "masks of queries and keys beside segment ids"
+    return None
 
 
 def _faster_by_cudnn(request: Request) -> str | None:

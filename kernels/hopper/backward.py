@@ -44,12 +44,13 @@ from .backward_state import (
     keep_bounds,
     needs_mask,
     new_barriers,
+    plane_of_block,
     scores_layout,
     tile_at,
 )
 from .backward_step import left_operands, scores, step
 from .gluon_api import partition_barrier, reinterpret, tma_load, tma_reduce_add, tma_store, tma_store_wait
-from .scores import query_tiles
+from .scores import bits_of_plane, query_tiles
 
 
 @gluon.jit
@@ -193,8 +194,8 @@ def backward_kernel(
     scales and rounds it), its map by `BackwardTemplate.dq_box`.
 
     `lse`, `delta`: float32 [tiles, block_m], base 2, +inf in `lse` for rows that take no part (see prepare.py).
-    `row_low`, `row_high`, `labels`, `ranges`, `order`: see `rows.py`. `turns`: int32 [tiles], zero at launch
-    (deterministic only).
+    `row_low`, `row_high`, `labels`, `ranges`, `order`: see `rows.py` and, for bits, `explicit.py`. `turns`: int32
+    [tiles], zero at launch (deterministic only).
     """
     tile_q = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.qk_dim], q.layout)
     tile_do = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.v_dim], do.layout)
@@ -215,7 +216,12 @@ def backward_kernel(
     block = gl.program_id(1)
     if T.later_first:
         block = gl.num_programs(1) - 1 - block
-    if T.by_data:
+    if T.bits:
+        plane = plane_of_block(kv_heads, rows_stride, ranges_stride)
+        labels = bits_of_plane(labels, plane, seq_k, seq_q)
+        ranges += plane * gl.num_programs(1) * 4
+        order += plane * gl.cdiv(seq_q, T.block_m) * gl.num_programs(1)
+    elif T.by_data:
         ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
     first, last, clear_first, clear_last = query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T)
     mem = Shared(

@@ -183,6 +183,15 @@ def batch_and_head(p):
 
 
 @gluon.jit
+def plane_of_block(kv_heads, of_batch, of_head):
+    """This thread block's plane of bits. `of_batch`, `of_head`: planes from one to the next. Where heads have planes of
+    their own a thread block visits one query head (`plans.parts_of`)."""
+    batch_head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+    b = batch_head // kv_heads
+    return b * of_batch + (batch_head - b * kv_heads) * of_head
+
+
+@gluon.jit
 def hide(st, tile, p, T: gl.constexpr):
     """Set the scores of hidden keys to -inf."""
     LAYOUT: gl.constexpr = scores_layout(T)
@@ -192,9 +201,7 @@ def hide(st, tile, p, T: gl.constexpr):
     keys = p.key0 + gl.arange(0, T.block_n, gl.SliceLayout(1, LAYOUT))
     row0 = tile * T.block_m
     if T.bits:
-        b, kv = batch_and_head(p)
-        b = gl.where(rows_stride > 0, b, 0)
-        return hide_by_bits(st, p.labels, b, keys, seq_k, row0, seq_q)
+        return hide_by_bits(st, p.labels, keys, seq_k, row0, seq_q)
     if T.by_rows:
         b, kv = batch_and_head(p)
         rows = row0 + columns
@@ -238,10 +245,8 @@ def earlier_blocks(tile, p, T: gl.constexpr):
         last_key = gl.minimum(tile * T.block_m + T.block_m - 1 + band_high, seq_k - 1)
         return last_key // T.block_n - own
     elif T.bits:
-        b, kv = batch_and_head(p)
-        shared = gl.where(rows_stride > 0, b, 0)
         blocks = gl.num_programs(1)
-        return gl.load(p.order + (shared * gl.cdiv(p.sizes[2], T.block_m) + tile) * blocks + own)
+        return gl.load(p.order + tile * blocks + own)
     elif T.by_rows:
         b, kv = batch_and_head(p)
         shared = gl.where(rows_stride > 0, b, 0)  # one row of `order` for all batches, or one each

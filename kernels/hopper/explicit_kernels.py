@@ -1,8 +1,10 @@
 """The small kernels behind `explicit.py`, in plain Triton: bits of what is seen, and which tiles meet.
 
-mask_bits      32 pairs a word, with causality and the window      reads Sq Sk bytes of the mask, writes an eighth
+mask_bits      32 pairs a word, with every other condition         reads Sq Sk bytes of the mask, writes an eighth
 mask_ranges    per tile of own tokens its blocks of the others     reads the bits twice
 mask_order     per block of keys and tile of queries, how many blocks of keys before it meet the tile
+
+Every batch, or head of a batch, whose mask differs is a *plane* of bits.
 """
 
 import triton
@@ -15,30 +17,43 @@ BLOCK = tl.constexpr(128)
 
 @triton.jit
 def mask_bits(
-    mask, bits, mask_batch, mask_row, mask_key, num_queries, num_keys, offset, left, right,
-    OWN_ARE_KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    mask, q_ids, k_ids, positions, bits,
+    mask_batch, mask_head, mask_row, mask_key, q_batch, q_step, k_batch, k_step,
+    heads, own_blocks, num_queries, num_keys, offset, left, right,
+    OWN_ARE_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of own tokens, blocks of the others and one more, batch). `bits`: int32 [batch, own tokens padded,
-    words]."""
-    b = tl.program_id(2).to(tl.int64)
-    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Grid (planes * blocks of own tokens, blocks of the others and one more). `heads`: planes of a batch. `bits`:
+    int32 [planes, own tokens padded, words]."""
+    plane = tl.program_id(0) // own_blocks
+    block = tl.program_id(0) - plane * own_blocks
+    b = (plane // heads).to(tl.int64)
+    h = (plane % heads).to(tl.int64)
+    own = block * BLOCK + tl.arange(0, BLOCK)
     other = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if OWN_ARE_KEYS:
         row, key = other[None, :], own[:, None]
     else:
         row, key = own[:, None], other[None, :]
     inside = (row < num_queries) & (key < num_keys)
-    at = mask + b * mask_batch + row.to(tl.int64) * mask_row + key.to(tl.int64) * mask_key
+    at = mask + b * mask_batch + h * mask_head + row.to(tl.int64) * mask_row + key.to(tl.int64) * mask_key
     seen = inside & (tl.load(at, mask=inside, other=0) != 0)
+    if HAS_IDS:
+        of_row = tl.load(q_ids + b * q_batch + row.to(tl.int64) * q_step, mask=row < num_queries, other=0)
+        of_key = tl.load(k_ids + b * k_batch + key.to(tl.int64) * k_step, mask=key < num_keys, other=0)
+        seen = seen & (of_row.to(tl.int64) == of_key.to(tl.int64))
+    facing = row + offset
+    if HAS_POSITIONS:
+        facing = tl.load(positions + row, mask=row < num_queries, other=0)
     if HAS_LEFT:
-        seen = seen & (key >= row + offset - left)
+        seen = seen & (key >= facing - left)
     if HAS_RIGHT:
-        seen = seen & (key <= row + offset + right)
+        seen = seen & (key <= facing + right)
     bit = tl.arange(0, WORD)[None, None, :]
     spread = tl.reshape(seen.to(tl.int32), [BLOCK, BLOCK // WORD, WORD])
     words = tl.sum(spread << bit, 2)  # every bit once: the sum is the union
     width = tl.num_programs(1) * (BLOCK // WORD)
-    line = b * tl.num_programs(0) * BLOCK + own
+    line = plane.to(tl.int64) * own_blocks * BLOCK + own
     column = tl.program_id(1) * (BLOCK // WORD) + tl.arange(0, BLOCK // WORD)
     tl.store(bits + line[:, None] * width + column[None, :], words)
 
@@ -49,9 +64,11 @@ def mask_ranges(
     FORWARD: tl.constexpr, OWN: tl.constexpr, OWN_PADDED: tl.constexpr, OTHER: tl.constexpr,
     WORDS_PADDED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of own tokens, batch). `ranges`: int32 [batch, tiles, 4], see `rows.Rows`: of the blocks that are
-    seen whole the first run. BLOCKS at a time."""
-    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Grid (planes * tiles of own tokens,). `ranges`: int32 [planes, tiles, 4], see `rows.Rows`: of the blocks that
+    are seen whole the first run. BLOCKS at a time."""
+    tiles = tl.cdiv(own_length, OWN)
+    plane = tl.program_id(0) // tiles
+    tile, b = tl.program_id(0) - plane * tiles, plane.to(tl.int64)
     blocks = tl.cdiv(other_length, OTHER)
     first, last, clear_first = blocks, 0, blocks
     for start in range(0, blocks, BLOCKS):
@@ -72,7 +89,7 @@ def mask_ranges(
     first = tl.minimum(first, last)
     if FORWARD:
         last = tl.maximum(last, first + 1)  # the forward has no empty tile
-    at = ranges + (b * tl.num_programs(0) + tile) * 4
+    at = ranges + tl.program_id(0).to(tl.int64) * 4
     tl.store(at, first)
     tl.store(at + 1, last)
     tl.store(at + 2, tl.minimum(clear_first, last))
@@ -105,9 +122,10 @@ def _state(
 
 @triton.jit
 def mask_order(ranges, order, blocks, tiles, BLOCKS: tl.constexpr):
-    """Grid (tiles of queries, batch). `ranges`: of the backward, [batch, blocks of keys, 4]; `order`: int32 [batch,
-    tiles, blocks], how many blocks of keys with a lower number visit the tile."""
-    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Grid (planes * tiles of queries,). `ranges`: of the backward, [planes, blocks of keys, 4]; `order`: int32
+    [planes, tiles, blocks], how many blocks of keys with a lower number visit the tile."""
+    plane = tl.program_id(0) // tiles
+    tile, b = tl.program_id(0) - plane * tiles, plane.to(tl.int64)
     block = tl.arange(0, BLOCKS)
     inside = block < blocks
     at = ranges + (b * blocks + block) * 4

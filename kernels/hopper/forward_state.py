@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .gluon_api import aggregate
-from .scores import hide_by_bits, hide_other_segments, key_blocks, key_limits
+from .scores import bits_of_plane, hide_by_bits, hide_other_segments, key_blocks, key_limits
 
 FREE = gl.constexpr(5)
 """First named barrier: `stages` for "K block free", `stages` for "V block free", one per warpgroup for its turn
@@ -141,6 +141,15 @@ def num_tiles(p, T: gl.constexpr):
 
 
 @gluon.jit
+def plane(head, p):
+    """Plane of bits of a (batch, head)."""
+    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+    of_batch, of_head = p.rows_strides
+    b = head // heads
+    return b * of_batch + (head - b * heads) * of_head
+
+
+@gluon.jit
 def place(tile, p, T: gl.constexpr):
     """Row and (batch, head) of a tile, and its blocks of keys. `head_chunk` heads at a time (their K and V fit L2),
     last rows first."""
@@ -154,9 +163,11 @@ def place(tile, p, T: gl.constexpr):
     from_last = within // chunk_heads
     head = chunk * head_chunk + (within - from_last * chunk_heads)
     row0 = (per_head - 1 - from_last) * T.block_m
-    first, last, clear_first, clear_last = key_blocks(
-        row0, seq_q, seq_k, band_low, band_high, p.ranges + (head // heads) * ranges_stride, T
-    )
+    if T.bits:
+        ranges = p.ranges + plane(head, p) * (per_head * 4)
+    else:
+        ranges = p.ranges + (head // heads) * ranges_stride
+    first, last, clear_first, clear_last = key_blocks(row0, seq_q, seq_k, band_low, band_high, ranges, T)
     return row0, head, first, last, clear_first, clear_last
 
 
@@ -190,8 +201,8 @@ def hide_keys(s, block, rows, p, T: gl.constexpr):
     low, high, row0, head = rows
     if T.bits:
         batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-        b = gl.where(p.rows_strides[0] > 0, head // heads, 0)
-        return hide_by_bits(s, p.labels, b, low, seq_q, block * T.block_n, seq_k)
+        bits = bits_of_plane(p.labels, plane(head, p), seq_q, seq_k)
+        return hide_by_bits(s, bits, low, seq_q, block * T.block_n, seq_k)
     columns = block * T.block_n + gl.arange(0, T.block_n, gl.SliceLayout(0, LAYOUT))
     keep = columns[None, :] < high[:, None]
     if T.left_limit:

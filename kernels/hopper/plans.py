@@ -19,7 +19,7 @@ from ..launch import Launch
 from . import prepare
 from .build import compile_instance
 from .descriptors import DTYPES, Map, rows_map, spread_rows_map, tensor_map
-from .explicit import explicit
+from .explicit import explicit, heads_apart
 from .instances import instance
 from .mapped_launch import MappedLaunch
 from .rows import PADDED, batches, by_data
@@ -65,6 +65,8 @@ class Call:
     """Kind of mask that only the data knows: "rows", "segments" or "bits" (templates.MASKS)."""
     row_batches: int
     """Batches that such a mask tells apart."""
+    row_heads: int
+    """Query heads that it tells apart."""
     sinks: bool
     scale: float
     softcap: float
@@ -80,7 +82,7 @@ class Call:
         return cls(
             (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), q.dtype, q.device.index,
             seen.offset, seen.left, seen.right, data, 0 if data is None else batches(seen),
-            problem.sinks is not None, problem.scale, problem.softcap, problem.deterministic,
+            heads_apart(seen), problem.sinks is not None, problem.scale, problem.softcap, problem.deterministic,
         )  # fmt: skip
 
     @property
@@ -99,11 +101,14 @@ class Call:
 
     def band(self, ranges: int) -> tuple[int, int, int, int]:
         """Keys of a query, relative to its row; a side without a limit is past every key. Then the elements from one
-        batch to the next of rows.py's arrays: of the rows, and of the `ranges` (their number)."""
+        batch to the next of rows.py's arrays: of the rows, and of the `ranges` (their number); of bits the planes from
+        one batch, and one head, to the next."""
         seq_q, seq_k = self.q[0][1], self.k[0][1]
         low = -(seq_q + seq_k) if self.left is None else max(self.offset - self.left, -(seq_q + seq_k))
         high = seq_k if self.right is None else min(self.offset + self.right, seq_k)
         strides = (-(-seq_q // PADDED) * PADDED, ranges * 4) if self.row_batches > 1 else (0, 0)
+        if self.data == "bits":
+            strides = self.row_heads if self.row_batches > 1 else 0, int(self.row_heads > 1)
         return low, high, *strides
 
     def scales(self) -> tuple[float, float]:
@@ -204,9 +209,12 @@ def backward_templates_of(call: Call) -> BackwardTemplate | tuple[WideTemplate, 
 def parts_of(call: Call) -> int:
     """Over how many thread blocks the query heads of a group are spread: 1, unless the blocks of keys are too few to
     keep the multiprocessors busy to the end (under a mask they differ in length, so it takes more of them), or run too
-    far apart. Each part has a dK and dV of its own, which are summed afterwards."""
+    far apart. Each part has a dK and dV of its own, which are summed afterwards. Where the mask differs by head every
+    query head has blocks of its own to visit, so each is a part."""
     batch, _, heads, _, seq_k, kv_heads = call.sizes
     group = heads // kv_heads
+    if call.row_heads > 1:
+        return group
     multiprocessors = torch.cuda.get_device_properties(call.device).multi_processor_count
     blocks = -(-seq_k // (128 if max(call.q[0][3], call.v[0][3]) <= 128 else 64)) * batch * kv_heads
     uneven = call.left is not None or call.right is not None or call.data is not None

@@ -78,7 +78,7 @@ def _rows(seen: Visibility, num_queries: int, num_keys: int, block_m: int, block
     sources = [x for x in (q_ids, k_ids, mask) if x is not None]
     batch = batches(seen)
     plan = _plan(
-        *(None if x is None else (x.dtype, x.shape[0], x.stride()) for x in (q_ids, k_ids, mask)),
+        *(None if x is None else source(x) for x in (q_ids, k_ids, mask)),
         sources[0].device, batch, num_queries, num_keys, block_m, block_n, seen.offset, seen.left, seen.right,
         0 if seen.documents is None else seen.documents[0].shape[0] - 1, seen.documents is not None,
         seen.positions is not None, forward,
@@ -106,14 +106,30 @@ class _Plan:
     query_ranges: Launch | None
 
 
-_Source = tuple[torch.dtype, int, tuple[int, ...]] | None
+@dataclass(frozen=True)
+class Source:
+    """What a plan needs to know of a tensor `[B or 1, tokens]`."""
+
+    dtype: torch.dtype
+    batch: int
+    strides: tuple[int, ...]
+
+
+def source(x: Tensor) -> Source:
+    """Of a tensor `[B or 1, tokens]`."""
+    return Source(x.dtype, x.shape[0], x.stride())
+
+
+def steps(x: Source | None) -> tuple[int, int]:
+    """Strides of the batch (0 where all share) and of the tokens; 0 of no tensor."""
+    return (0, 0) if x is None else (x.strides[0] if x.batch > 1 else 0, x.strides[1])
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    q_ids: _Source,
-    k_ids: _Source,
-    mask: _Source,
+    q_ids: Source | None,
+    k_ids: Source | None,
+    mask: Source | None,
     device: torch.device,
     batch: int,
     num_queries: int,
@@ -131,8 +147,8 @@ def _plan(
     rows, keys = (-(-n // PADDED) * PADDED for n in (num_queries, num_keys))
     tiles, blocks = -(-num_queries // block_m), -(-num_keys // block_n)
     chunks = -(-max(num_queries, num_keys) // _CHUNK)
-    dtypes = [torch.int32 if x is None else x[0] for x in (q_ids, k_ids, mask)]
-    strides = [n for x in (q_ids, k_ids, mask) for n in _strides(x)]
+    dtypes = [torch.int32 if x is None else x.dtype for x in (q_ids, k_ids, mask)]
+    strides = [n for x in (q_ids, k_ids, mask) for n in steps(x)]
     conditions = {"HAS_IDS": q_ids is not None, "HAS_MASK": mask is not None}
     int32 = torch.int32
     return _Plan(
@@ -168,11 +184,3 @@ def _plan(
             num_warps=1,
         ),
     )  # fmt: skip
-
-
-def _strides(source: _Source) -> tuple[int, int]:
-    """Of the batch (0 where all share) and of the tokens."""
-    if source is None:
-        return 0, 0
-    _, batch, strides = source
-    return (strides[0] if batch > 1 else 0), strides[1]

@@ -101,15 +101,26 @@ def key_limits(rows, seq_k, band_low, band_high, row_low, row_high, T: gl.conste
 
 
 @gluon.jit
-def hide_by_bits(s, bits, batch, own, own_length, other0, other_length):
-    """Set scores whose bit is 0 to -inf. `bits`: int32 words (explicit.py), a row of them for each token `own` along
-    the first axis of `s`; the second axis begins at token `other0`."""
+def words_of_row(length):
+    """Words of a row of bits (explicit.py); `length`: of the sequence along it."""
+    return (gl.cdiv(length, _PADDED) + 1) * (_PADDED // 32)
+
+
+@gluon.jit
+def bits_of_plane(bits, plane, own_length, other_length):
+    """The bits of one plane (explicit.py)."""
+    return bits + plane.to(gl.int64) * (gl.cdiv(own_length, _PADDED) * _PADDED) * words_of_row(other_length)
+
+
+@gluon.jit
+def hide_by_bits(s, bits, own, own_length, other0, other_length):
+    """Set scores whose bit is 0 to -inf. `bits`: int32 words of a plane, a row of them for each token `own` along the
+    first axis of `s`; the second axis begins at token `other0`."""
     OTHER: gl.constexpr = s.shape[1]
     SCORES: gl.constexpr = s.type.layout
     gl.static_assert(OTHER % 32 == 0)
-    padded = gl.cdiv(own_length, _PADDED) * _PADDED
-    words = (gl.cdiv(other_length, _PADDED) + 1) * (_PADDED // 32)
-    row = bits + (batch.to(gl.int64) * padded + gl.minimum(own, padded - 1)) * words + other0 // 32
+    last = gl.cdiv(own_length, _PADDED) * _PADDED - 1
+    row = bits + gl.minimum(own, last).to(gl.int64) * words_of_row(other_length) + other0 // 32
     other = gl.arange(0, OTHER, gl.SliceLayout(0, SCORES))[None, :]
     word = gl.zeros(s.shape, gl.int32, SCORES)
     for i in gl.static_range(OTHER // 32):  # which word a score needs is known when this is compiled

@@ -8,6 +8,7 @@ unless named).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -71,22 +72,33 @@ def padding(*shown: tuple[int, int], gaps: bool = False, ids: bool = False, **va
     return make
 
 
-def pairs(kind: str, *, shared: bool = False, **values: int | float | str):
-    """A mask with an entry for every query and key, of each batch or `shared`: at random, with rows that see nothing;
-    causal after a padded start; or whole blocks of 200 queries and keys, in a chequered pattern."""
+def pairs(
+    kind: str,
+    *,
+    shared: bool = False,
+    by_head: bool = False,
+    beside: Callable[[torch.Generator, Case], Conditions] | None = None,
+    **values: int | float | str,
+):
+    """A mask with an entry for every query and key, of each batch or `shared`, of each head or of all: at random, with
+    rows that see nothing; causal after a padded start; whole blocks of 200 queries and keys, in a chequered pattern; or
+    of keys alone. `beside`: segments or documents."""
 
     def make(generator: torch.Generator, case: Case) -> Conditions:
-        batch = 1 if shared else case.batch
+        batch, heads = 1 if shared else case.batch, case.heads if by_head else 1
         query, key = torch.arange(case.queries)[:, None], torch.arange(case.keys)
         if kind == "random":
-            mask = torch.rand(batch, 1, case.queries, case.keys, generator=generator) < 0.5
+            mask = torch.rand(batch, heads, case.queries, case.keys, generator=generator) < 0.5
             mask &= query % 50 != 7
         elif kind == "padded_start":
-            start = torch.randint(0, case.keys, (batch, 1, 1, 1), generator=generator)
+            start = torch.randint(0, case.keys, (batch, heads, 1, 1), generator=generator)
             mask = (key <= query + case.keys - case.queries) & (key >= start)
+        elif kind == "keys":
+            mask = torch.rand(batch, heads, 1, case.keys, generator=generator) < 0.5
         else:
-            mask = ((query // 200 + key // 200) % 2 == 0).expand(batch, 1, -1, -1).contiguous()
-        return {"mask": mask, **values}
+            shift = 100 * torch.arange(batch * heads).reshape(batch, heads, 1, 1)
+            mask = ((query + shift) // 200 + key // 200) % 2 == 0
+        return {"mask": mask, **(beside(generator, case) if beside else {}), **values}
 
     return make
 
@@ -151,6 +163,27 @@ MASKS = {
     "pairs_random_window": case(500, 600, conditions=pairs("random", window_left=70, window_right=30)),
     "pairs_padded_start": case(700, conditions=pairs("padded_start")),
     "pairs_chequered": case(700, 900, conditions=pairs("chequered")),
+    "heads_random": case(333, 500, conditions=pairs("random", by_head=True)),
+    "heads_random_shared": case(500, 333, conditions=pairs("random", by_head=True, shared=True, causal="top_left")),
+    "heads_padded_start": case(700, conditions=pairs("padded_start", by_head=True)),
+    "heads_chequered": case(700, 900, conditions=pairs("chequered", by_head=True)),
+    "heads_keys": case(333, 500, conditions=pairs("keys", by_head=True, window_left=200)),
+    "pairs_segments": case(500, conditions=pairs("random", beside=segments(ordered=True), causal="top_left")),
+    "pairs_segments_any_order": case(
+        333, 500, conditions=pairs("random", by_head=True, beside=segments(ordered=False, apart=True))
+    ),
+    "pairs_documents": case(
+        700, batch=1, conditions=pairs("random", beside=documents([0, 9, 9, 300, 301, 650], causal="top_left"))
+    ),
+    "pairs_documents_unequal": case(
+        300,
+        500,
+        batch=1,
+        conditions=pairs(
+            "random", by_head=True, beside=documents([0, 90, 200, 300], [0, 200, 250, 500], causal="bottom_right")
+        ),
+    ),
+    "keys_documents": case(700, batch=1, conditions=pairs("keys", beside=documents([0, 90, 300, 700], window_left=80))),
     "documents_cross": case(300, 500, batch=1, conditions=documents([0, 90, 200, 300], [0, 200, 200, 450])),
 }
 
