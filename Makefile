@@ -6,7 +6,12 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --quiet --no-input --disable-pip-version-check
 # Two workers help on two cores; `make test PYTEST="-n 0 -k mrope"` passes what you like.
-PYTEST ?= -n 2
+# A worker that is done takes tests from the other one.
+PYTEST ?= -n 2 --dist worksteal
+
+# Where it is set, every process compiles the modules of PyTorch and transformers that it imports again: six seconds and
+# more, and the tests start some fifty.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-exhaustive test-gpu lint format wheel clean
 .DEFAULT_GOAL := test

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +14,38 @@ import torch
 @pytest.fixture(autouse=True)
 def interpret_triton_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`triton.jit` reads the variable when a kernel's module is imported: tests import those inside the test."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    if hasattr(interpreter, "_LangPatchScope"):
+        monkeypatch.setattr(interpreter, "_patch_lang", replaced_once_a_launch(interpreter))
+
+
+def replaced_once_a_launch(interpreter: Any) -> Callable[[Any], Any]:
+    """Triton's `_patch_lang`, which replaces the functions of its language by interpreted ones, without repetition.
+
+    Triton 3.6 does it at each launch and again at every call of a function inside the kernel, where all of it is found
+    done already: half of the time of these tests.
+    """
+    replace, languages = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
+    replaced: set[str] = set()
+
+    class Launch(interpreter._LangPatchScope):
+        def restore(self) -> None:
+            replaced.clear()
+            super().restore()
+
+    def replace_new(function: Any) -> Any:
+        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        seen = {module.__name__ for module in modules if module in languages}
+        scope = Launch()
+        if not seen <= replaced:
+            scope._changes = replace(function)._changes
+            replaced.update(seen)
+        return scope
+
+    return replace_new
 
 
 @pytest.fixture
