@@ -77,6 +77,13 @@ class Visibility:
             keep = keep & condition
         return keep
 
+    def has_row_floors(self) -> bool:
+        """Whether `row_floors` says anything."""
+        mask = self.mask
+        if mask is None or mask.dtype in (torch.bool, torch.float16) or mask.shape[1] != 1 or not mask.shape[3]:
+            return False
+        return self.left is None and self.right is None and self.q_segments is None
+
     def row_floors(self) -> Tensor | None:
         """`[B or 1, Sq or 1]` float32: numbers of the additive mask at or below it leave no trace in their row, so a
         kernel may pass over tiles of them; -inf in a row of nothing else, whose softmax is over these very numbers.
@@ -86,9 +93,7 @@ class Visibility:
         which could hide the very key that makes the others negligible.
         """
         mask = self.mask
-        if mask is None or mask.dtype in (torch.bool, torch.float16) or mask.shape[1] != 1 or not mask.shape[3]:
-            return None
-        if self.left is not None or self.right is not None or self.q_segments is not None:
+        if mask is None or not self.has_row_floors():
             return None
         hides = mask[:, 0].amax(-1) > _ORDINARY
         return torch.full_like(hides, float("-inf"), dtype=torch.float32).masked_fill_(hides, mask_floor(mask.dtype))

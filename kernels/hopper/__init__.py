@@ -26,6 +26,9 @@ import torch
 
 from ..registry import Kernel, Request, kernels
 
+_LARGEST_COPY = 2 << 30
+"""Bytes of the copy of an additive mask, which lasts as long as the kernel."""
+
 
 def _available() -> str | None:
     if not torch.cuda.is_available():
@@ -61,7 +64,9 @@ def _supports(request: Request) -> str | None:
         if request.dtypes[name] not in (torch.bfloat16, torch.float16) or request.dtypes[name] != request.dtypes["q"]:
             return f"{name} is {request.dtypes[name]}; it takes bfloat16 or float16, the same for q, k and v."
     if request.dtypes.get("mask", torch.bool) != torch.bool:
-        return f"mask is {request.dtypes['mask']}; it takes boolean masks."
+        reason = _additive(request)
+        if reason is not None:
+            return reason
     scale = request.options.get("scale")
     if isinstance(scale, (int, float)) and scale <= 0:
         return f"scale is {scale}; it takes a positive scale."
@@ -69,6 +74,23 @@ def _supports(request: Request) -> str | None:
     for name, size in (("q", head_dim), ("v", v_head_dim)):
         if size is None or size < 8 or size % 8 or size > 256:
             return f"head_dim of {name} is {size}; it takes multiples of 8 up to 256."
+    return None
+
+
+def _additive(request: Request) -> str | None:
+    """Why it does not take an additive mask."""
+    dtype = request.dtypes["mask"]
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"mask is {dtype}; it takes boolean, bfloat16, float16 and float32 masks."
+    if "sinks" in request.dtypes:
+        return "sinks are given beside an additive mask; it takes one of them."
+    batch, heads = ((1, 1, 1, 1) + request.shapes["mask"])[-4:-2]
+    lengths = request.shapes["q"][1], request.shapes["k"][1]
+    if batch is not None and heads is not None and lengths[0] is not None and lengths[1] is not None:
+        item = dtype.itemsize if dtype == request.dtypes["q"] else 4
+        copy = batch * heads * lengths[0] * lengths[1] * item
+        if copy > _LARGEST_COPY:
+            return f"it copies an additive mask, and this one would take {copy / 2**30:.1f} GiB; it takes up to 2."
     return None
 
 
@@ -93,6 +115,8 @@ def _unchecked(request: Request) -> str | None:
     if wide and (softcap != 0.0 or any(name in request.dtypes for name in ("mask", "q_segment_ids", "cu_seqlens_q"))):
         return "documents, masks and a softcap above head_dim 128"
     mask = request.shapes.get("mask", ())
+    if mask and request.dtypes["mask"] != torch.bool:
+        return "additive masks"
     if any(size != 1 for size in mask[-3:-2]):
         return "masks that differ by head"
     if mask and "cu_seqlens_q" in request.dtypes:

@@ -50,7 +50,7 @@ from .backward_state import (
 )
 from .backward_step import left_operands, scores, step
 from .gluon_api import partition_barrier, reinterpret, tma_load, tma_reduce_add, tma_store, tma_store_wait
-from .scores import bits_of_plane, query_tiles
+from .scores import bits_of_plane, extra_of_plane, query_tiles, values_of_plane
 
 
 @gluon.jit
@@ -219,6 +219,9 @@ def backward_kernel(
     if T.bits:
         plane = plane_of_block(kv_heads, rows_stride, ranges_stride)
         labels = bits_of_plane(labels, plane, seq_k, seq_q)
+        if T.values:
+            row_low = values_of_plane(row_low, plane, seq_k, seq_q)
+            row_high = extra_of_plane(row_high, plane, seq_q, seq_k, seq_q)
         ranges += plane * gl.num_programs(1) * 4
         order += plane * gl.cdiv(seq_q, T.block_m) * gl.num_programs(1)
     elif T.by_data:

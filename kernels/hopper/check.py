@@ -26,6 +26,8 @@ def _templates() -> Iterator[tuple[str, AnyTemplate | None]]:
         size = f"{dims[0]}x{dims[1]}"
         for mask in MASKS:
             for extra in ("", "softcap", "sinks"):
+                if extra == "sinks" and mask.startswith("values"):
+                    continue  # refused
                 softcap, sinks = extra == "softcap", extra == "sinks"
                 name = "-".join(filter(None, (size, mask, extra)))
                 template = forward_template(

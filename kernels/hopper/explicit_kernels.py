@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 WORD = tl.constexpr(32)
+FLAG = tl.constexpr(64)
+"""Own tokens, and tokens of the other side, of a flag (`mask_ranges`)."""
 BLOCK = tl.constexpr(128)
 """Own tokens, and tokens of the other side, of a program of `mask_bits`."""
 
@@ -37,7 +39,22 @@ def mask_bits(
         row, key = own[:, None], other[None, :]
     inside = (row < num_queries) & (key < num_keys)
     at = mask + b * mask_batch + h * mask_head + row.to(tl.int64) * mask_row + key.to(tl.int64) * mask_key
-    seen = inside & (tl.load(at, mask=inside, other=0) != 0)
+    seen = seen_beside(
+        inside & (tl.load(at, mask=inside, other=0) != 0), row, key, b, q_ids, k_ids, positions,
+        q_batch, q_step, k_batch, k_step, num_queries, num_keys, offset, left, right,
+        HAS_IDS, HAS_POSITIONS, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    store_bits(bits, plane, own_blocks, own, seen)
+
+
+@triton.jit
+def seen_beside(
+    seen, row, key, b, q_ids, k_ids, positions, q_batch, q_step, k_batch, k_step,
+    num_queries, num_keys, offset, left, right,
+    HAS_IDS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Of the pairs `seen` those that every condition beside the mask allows. `row`, `key`: query and key of the pairs;
+    `b`: int64, the batch."""
     if HAS_IDS:
         of_row = tl.load(q_ids + b * q_batch + row.to(tl.int64) * q_step, mask=row < num_queries, other=0)
         of_key = tl.load(k_ids + b * k_batch + key.to(tl.int64) * k_step, mask=key < num_keys, other=0)
@@ -49,6 +66,12 @@ def mask_bits(
         seen = seen & (key >= facing - left)
     if HAS_RIGHT:
         seen = seen & (key <= facing + right)
+    return seen
+
+
+@triton.jit
+def store_bits(bits, plane, own_blocks, own, seen):
+    """The bits of BLOCK x BLOCK pairs, those of the program: see `mask_bits`."""
     bit = tl.arange(0, WORD)[None, None, :]
     spread = tl.reshape(seen.to(tl.int32), [BLOCK, BLOCK // WORD, WORD])
     words = tl.sum(spread << bit, 2)  # every bit once: the sum is the union
@@ -60,12 +83,14 @@ def mask_bits(
 
 @triton.jit
 def mask_ranges(
-    bits, ranges, own_length, other_length, padded, width,
-    FORWARD: tl.constexpr, OWN: tl.constexpr, OWN_PADDED: tl.constexpr, OTHER: tl.constexpr,
+    bits, flags, ranges,
+    own_length, other_length, padded, width, flags_plane,
+    FORWARD: tl.constexpr, HAS_FLAGS: tl.constexpr, OWN: tl.constexpr, OWN_PADDED: tl.constexpr, OTHER: tl.constexpr,
     WORDS_PADDED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (planes * tiles of own tokens,). `ranges`: int32 [planes, tiles, 4], see `rows.Rows`: of the blocks that
-    are seen whole the first run. BLOCKS at a time."""
+    are seen whole the first run. BLOCKS at a time. `flags` (HAS_FLAGS): 1 where a block is not seen whole whatever the
+    bits say (`additive_kernels.mask_values`); `flags_plane`: elements from one plane to the next."""
     tiles = tl.cdiv(own_length, OWN)
     plane = tl.program_id(0) // tiles
     tile, b = tl.program_id(0) - plane * tiles, plane.to(tl.int64)
@@ -74,8 +99,9 @@ def mask_ranges(
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
         some, every = _state(
-            bits, b, tile, start, own_length, padded, width, OWN, OWN_PADDED, OTHER, WORDS_PADDED, BLOCKS
-        )
+            bits, flags, b, tile, start, own_length, other_length, padded, width, flags_plane,
+            HAS_FLAGS, OWN, OWN_PADDED, OTHER, WORDS_PADDED, BLOCKS,
+        )  # fmt: skip
         first = tl.minimum(first, tl.min(tl.where(some, block, blocks), 0))
         last = tl.maximum(last, tl.max(tl.where(some, block + 1, 0), 0))
         clear_first = tl.minimum(clear_first, tl.min(tl.where(every, block, blocks), 0))
@@ -83,8 +109,9 @@ def mask_ranges(
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
         some, every = _state(
-            bits, b, tile, start, own_length, padded, width, OWN, OWN_PADDED, OTHER, WORDS_PADDED, BLOCKS
-        )
+            bits, flags, b, tile, start, own_length, other_length, padded, width, flags_plane,
+            HAS_FLAGS, OWN, OWN_PADDED, OTHER, WORDS_PADDED, BLOCKS,
+        )  # fmt: skip
         clear_last = tl.minimum(clear_last, tl.min(tl.where(every | (block < clear_first), blocks, block), 0))
     first = tl.minimum(first, last)
     if FORWARD:
@@ -98,8 +125,9 @@ def mask_ranges(
 
 @triton.jit
 def _state(
-    bits, b, tile, start, own_length, padded, width,
-    OWN: tl.constexpr, OWN_PADDED: tl.constexpr, OTHER: tl.constexpr, WORDS_PADDED: tl.constexpr, BLOCKS: tl.constexpr,
+    bits, flags, b, tile, start, own_length, other_length, padded, width, flags_plane,
+    HAS_FLAGS: tl.constexpr, OWN: tl.constexpr, OWN_PADDED: tl.constexpr, OTHER: tl.constexpr,
+    WORDS_PADDED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Whether some pair of the tile and each of BLOCKS blocks from `start` on is seen, and whether every pair is. Own
     tokens past the end do not count, others keep a block from being seen whole."""
@@ -117,6 +145,16 @@ def _state(
     whole = (found == -1) | (own >= own_length)[:, None] | (part >= WORDS)[None, :]
     some = tl.max(tl.reshape(union, [BLOCKS, WORDS_PADDED]), 1) != 0
     every = tl.min(tl.reshape(tl.min(whole.to(tl.int32), 0), [BLOCKS, WORDS_PADDED]), 1) != 0
+    if HAS_FLAGS:
+        ROWS: tl.constexpr = OWN // FLAG
+        PARTS: tl.constexpr = OTHER // FLAG
+        flag_row = tile * ROWS + tl.arange(0, ROWS)
+        flags_width = tl.cdiv(other_length, BLOCK) * (BLOCK // FLAG)
+        flag_line = flags + b * flags_plane + flag_row[:, None] * flags_width
+        for i in tl.static_range(PARTS):
+            column = (start + tl.arange(0, BLOCKS)) * PARTS + i
+            inside = (flag_row < padded // FLAG)[:, None] & (column < flags_width)[None, :]
+            every = every & (tl.max(tl.load(flag_line + column[None, :], mask=inside, other=0), 0) == 0)
     return some, every
 
 

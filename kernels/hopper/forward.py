@@ -39,6 +39,7 @@ from .forward_state import (
     place,
     scores_layout,
     tile_after,
+    unshifted,
     zeros,
     zeros_of_rows,
 )
@@ -324,6 +325,7 @@ def finish(acc, maximum, total, row0, head, p, mem, w: gl.constexpr, T: gl.const
             inverse = gl.where(total == 0.0, 0.0, inverse)
             lse = gl.where(total == 0.0, float("-inf"), lse)
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    lse = unshifted(lse, rows, head, p, T)
     gl.store(p.lse + head.to(gl.int64) * seq_q + rows, lse, mask=rows < seq_q)
     out = (acc * of_out(inverse, T)).to(p.v.dtype)
     if T.store_by_tma:

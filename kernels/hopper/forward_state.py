@@ -5,7 +5,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .gluon_api import aggregate
-from .scores import bits_of_plane, hide_by_bits, hide_other_segments, key_blocks, key_limits
+from .scores import (
+    add_numbers,
+    bits_of_plane,
+    extra_of_plane,
+    hide_by_bits,
+    hide_other_segments,
+    key_blocks,
+    key_limits,
+    values_of_plane,
+)
 
 FREE = gl.constexpr(5)
 """First named barrier: `stages` for "K block free", `stages` for "V block free", one per warpgroup for its turn
@@ -195,12 +204,27 @@ def limits(row0, head, p, T: gl.constexpr):
 
 
 @gluon.jit
+def unshifted(lse, rows, head, p, T: gl.constexpr):
+    """The LSE of the scores as the mask has them, from that of the shifted ones (additive.py)."""
+    if T.values:
+        batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+        extra = extra_of_plane(p.row_high, plane(head, p), seq_q, seq_q, seq_k)
+        lse += gl.load(extra + rows).to(gl.float32, bitcast=True)
+    return lse
+
+
+@gluon.jit
 def hide_keys(s, block, rows, p, T: gl.constexpr):
     """Set the scores of hidden keys to -inf: 64 rows (`limits`) against a block of keys."""
     LAYOUT: gl.constexpr = scores_layout(T)
     low, high, row0, head = rows
     if T.bits:
         batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+        if T.values:
+            values = values_of_plane(p.row_low, plane(head, p), seq_q, seq_k)
+            extra = extra_of_plane(p.row_high, plane(head, p), seq_q, seq_q, seq_k)
+            shifts = (extra + low)[:, None]
+            s = add_numbers(s, values, extra, shifts, row0, block * T.block_n, seq_q, seq_k, p.scale)
         bits = bits_of_plane(p.labels, plane(head, p), seq_q, seq_k)
         return hide_by_bits(s, bits, low, seq_q, block * T.block_n, seq_k)
     columns = block * T.block_n + gl.arange(0, T.block_n, gl.SliceLayout(0, LAYOUT))

@@ -24,6 +24,10 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
     t = template
     row = tensor_map_type("fp32", (1, t.block_m), swizzled=False)
 
+    rows = dict(_all("*i32", *_ROWS))
+    if t.values:
+        rows["row_low"] = "*fp32" if t.mask == "values32" else f"*{dtype}"
+
     def maps(**tiles: tuple[int, int]) -> dict[str, str]:
         return {name: tensor_map_type(dtype, (1, 1, rows, lanes)) for name, (rows, lanes) in tiles.items()}
 
@@ -33,7 +37,8 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
             **tiles,
             "o_ptr": f"*{dtype}",
             **_all("*fp32", "lse", "sinks"),
-            **_all("*i32", *_ROWS, "counter"),
+            **rows,
+            "counter": "*i32",
             **_all("i64", "stride_b", "stride_h", "stride_s"),
             **_all("i32", "v_head_dim", "batch", "heads", "group", "seq_q", "seq_k", "head_chunk", *_BAND),
             **_all("fp32", "scale", "cap_scale"),
@@ -48,7 +53,8 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
             **maps(dk=keys, dv=values),
             "lse": row,
             "delta": row,
-            **_all("*i32", *_ROWS, "order", "turns"),
+            **rows,
+            **_all("*i32", "order", "turns"),
             **_all("i32", "kv_heads", "group", "parts", "seq_q", "seq_k", *_BAND),
             **scales,
         }
@@ -58,7 +64,7 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
             **maps(q=(t.block_m, t.qk_dim), k=keys, v=values, do=(t.block_m, t.v_dim), dk=keys, dv=values),
             "lse": row,
             "delta": row,
-            **_all("*i32", *_ROWS),
+            **rows,
             **_all("i32", "kv_heads", "group", "parts", "seq_q", "seq_k", *_BAND),
             **scales,
         }
@@ -66,7 +72,7 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
     arguments = {
         **maps(q=(64, t.qk_dim), k=keys, v=values, do=(64, t.v_dim), dq=(64, t.qk_dim)),
         **_all("*fp32", "lse", "delta"),
-        **_all("*i32", *_ROWS),
+        **rows,
         **_all("i32", "batch", "heads", "group", "seq_q", "seq_k", "head_chunk", *_BAND),
         **scales,
     }

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..attention_problem import Problem, Unfinished
 from ..attention_reference import sinks_gradient
+from .additive import additive, shifted_lse, shifts, values_of_backward, values_of_forward
 from .descriptors import fits, readable
-from .explicit import bits_of_backward, bits_of_forward
+from .explicit import bits_of_backward, bits_of_forward, heads_apart
 from .plans import Call, NarrowPlan, WidePlan, backward_plan, forward_plan, parts_of, rows_of_accumulator
 from .rows import Rows, rows_of_backward, rows_of_forward
 from .templates import AnyTemplate, BackwardTemplate
@@ -34,7 +35,7 @@ def forward(problem: Problem, order: str) -> tuple[Tensor, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
     o = out if fits(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
     plan = forward_plan(Call.of(problem), (o.shape, o.stride()))
-    rows = _rows(problem, plan.template, forward=True)
+    rows = _rows(problem, plan.template, _shifts(problem), forward=True)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if plan.template.dynamic else None
     weights = None if sinks is None else sinks.float()
     address = o.data_ptr()
@@ -135,6 +136,9 @@ def _main(
     shaped = ((x.shape, x.stride()) for x in (dk_to, dv_to))
     first = ((x.shape, x.stride()) for x in (out, grad_out, do))
     plan = backward_plan(call, *first, dq, *shaped, grad_lse=grad_lse is not None)
+    of_rows = _shifts(problem)
+    if of_rows is not None:
+        lse = shifted_lse(lse, of_rows, _tail(problem, lse), heads_apart(problem.seen))
     lse_rows, delta_rows = q.new_empty((2, batch, heads, plan.padded_rows), dtype=torch.float32).unbind()
     accumulator = turns = None
     if isinstance(plan, NarrowPlan):
@@ -152,7 +156,7 @@ def _main(
     results = dk_to.data_ptr(), dv_to.data_ptr()
     if isinstance(plan, NarrowPlan):
         assert accumulator is not None
-        rows = _rows(problem, plan.template, forward=False)
+        rows = _rows(problem, plan.template, of_rows, forward=False)
         order = _address(None if rows is None else rows.order)
         mapped = *inputs, accumulator.data_ptr(), *results, *row_values
         plan.main((*mapped, *_addresses(rows), order, _address(turns)))
@@ -160,10 +164,10 @@ def _main(
     of_queries, of_keys = plan.templates
     if needs[0]:
         assert dq_to is not None
-        rows = _rows(problem, of_queries, forward=True)
+        rows = _rows(problem, of_queries, of_rows, forward=True)
         plan.queries((*inputs, dq_to.data_ptr(), *row_values, *_addresses(rows)))
     if needs[1] or needs[2]:
-        rows = _rows(problem, of_keys, forward=False)
+        rows = _rows(problem, of_keys, of_rows, forward=False)
         plan.keys((*inputs, *results, *row_values, *_addresses(rows)))
     return plan, None, delta_rows
 
@@ -173,15 +177,37 @@ def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta_rows: Tensor) -> Te
     return None if sinks is None else sinks_gradient(sinks, lse, delta_rows[:, :, : lse.shape[2]])
 
 
-def _rows(problem: Problem, template: AnyTemplate, *, forward: bool) -> Rows | None:
-    """What the data says of the mask, where it does; the caller keeps it until the launch."""
+def _shifts(problem: Problem) -> Tensor | None:
+    """See `additive.shifts`; None where no mask is added."""
+    if not additive(problem.seen):
+        return None
+    return shifts(problem.seen, problem.q.shape[1], problem.k.shape[1])
+
+
+def _tail(problem: Problem, lse: Tensor) -> Tensor:
+    """What float32 has lost of a large lse."""
+    from ..triton.attention import tail  # the kernel is that of the other back end, and only additive masks need it
+
+    with torch.cuda.device(lse.device):
+        found = tail(problem, lse)
+    assert found is not None, "the call has an additive mask"
+    return found
+
+
+def _rows(problem: Problem, template: AnyTemplate, of_rows: Tensor | None, *, forward: bool) -> Rows | None:
+    """What the data says of the mask, where it does; the caller keeps it until the launch. `of_rows`: the shifts."""
     if not template.by_data:
         return None
     sizes = problem.q.shape[1], problem.k.shape[1], template.block_m, template.block_n
+    order = isinstance(template, BackwardTemplate) and template.deterministic
+    if of_rows is not None:
+        dtype = torch.float32 if template.mask == "values32" else problem.q.dtype
+        if forward:
+            return values_of_forward(problem.seen, of_rows, dtype, sizes)
+        return values_of_backward(problem.seen, of_rows, dtype, sizes, order=order)
     if template.bits:
         if forward:
             return bits_of_forward(problem.seen, *sizes)
-        order = isinstance(template, BackwardTemplate) and template.deterministic
         return bits_of_backward(problem.seen, *sizes, order=order)
     return (rows_of_forward if forward else rows_of_backward)(problem.seen, *sizes)
 

@@ -17,6 +17,7 @@ import torch
 from ..attention_problem import Problem
 from ..launch import Launch
 from . import prepare
+from .additive import additive
 from .build import compile_instance
 from .descriptors import DTYPES, Map, rows_map, spread_rows_map, tensor_map
 from .explicit import explicit, heads_apart
@@ -62,7 +63,7 @@ class Call:
     left: int | None
     right: int | None
     data: str | None
-    """Kind of mask that only the data knows: "rows", "segments" or "bits" (templates.MASKS)."""
+    """Kind of mask that only the data knows: "rows", "segments", "bits", "values" or "values32" (templates.MASKS)."""
     row_batches: int
     """Batches that such a mask tells apart."""
     row_heads: int
@@ -77,7 +78,9 @@ class Call:
         """The call of a problem."""
         q, k, v, seen = problem.q, problem.k, problem.v, problem.seen
         data = None
-        if by_data(seen):
+        if seen.mask is not None and additive(seen):
+            data = "values" if seen.mask.dtype == q.dtype else "values32"
+        elif by_data(seen):
             data = "bits" if explicit(seen) else "segments" if seen.documents is None else "rows"
         return cls(
             (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), q.dtype, q.device.index,
@@ -107,7 +110,7 @@ class Call:
         low = -(seq_q + seq_k) if self.left is None else max(self.offset - self.left, -(seq_q + seq_k))
         high = seq_k if self.right is None else min(self.offset + self.right, seq_k)
         strides = (-(-seq_q // PADDED) * PADDED, ranges * 4) if self.row_batches > 1 else (0, 0)
-        if self.data == "bits":
+        if self.data in ("bits", "values", "values32"):
             strides = self.row_heads if self.row_batches > 1 else 0, int(self.row_heads > 1)
         return low, high, *strides
 

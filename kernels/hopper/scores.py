@@ -4,7 +4,8 @@ Every mask here is *one interval of keys per query*: `[low(row), high(row))`. Ca
 `high`, a window gives `low`, packed documents and padding give both. So a mask costs two comparisons with per-row
 values in the blocks that it cuts, and nothing in the others. In `band` form the interval is `[row + band_low, row +
 band_high]` cut to the keys there are; in `rows` form it is read from memory. A mask that is no interval has a bit for
-every query and key (`bits`): a thread loads a word for 32 of its scores.
+every query and key (`bits`): a thread loads a word for 32 of its scores. One that is added has numbers as well
+(`values`), in the blocks that a flag names.
 """
 
 from triton.experimental import gluon
@@ -12,7 +13,9 @@ from triton.experimental.gluon import language as gl
 
 _LABELS_HEAD = gl.constexpr(4)
 _PADDED = gl.constexpr(128)
-"""Of the arrays in rows.py."""
+"""Of the arrays in rows.py and explicit.py."""
+_FLAG = gl.constexpr(64)
+"""Of the flags in additive.py."""
 
 
 @gluon.jit
@@ -126,6 +129,61 @@ def hide_by_bits(s, bits, own, own_length, other0, other_length):
     for i in gl.static_range(OTHER // 32):  # which word a score needs is known when this is compiled
         word = gl.where(other // 32 == i, gl.load(row + i)[:, None], word)
     return gl.where(((word >> (other % 32)) & 1) != 0, s, float("-inf"))
+
+
+@gluon.jit
+def values_of_plane(values, plane, own_length, other_length):
+    """The numbers of one plane (additive.py)."""
+    own_units = gl.cdiv(own_length, _PADDED) * (_PADDED // 16)
+    other_units = gl.cdiv(other_length, _PADDED) * (_PADDED // 16)
+    return values + plane.to(gl.int64) * own_units * other_units * 256
+
+
+@gluon.jit
+def extra_of_plane(extra, plane, seq_q, own_length, other_length):
+    """The shifts of one plane, behind them its flags (additive.py)."""
+    flags = gl.cdiv(own_length, _PADDED) * gl.cdiv(other_length, _PADDED) * ((_PADDED // _FLAG) * (_PADDED // _FLAG))
+    return extra + plane.to(gl.int64) * (gl.cdiv(seq_q, _PADDED) * _PADDED + flags)
+
+
+@gluon.jit
+def add_numbers(s, values, extra, shifts, own0, other0, seq_q, other_length, scale):
+    """Add the mask's numbers to scores in units of `scale`, where a tile has any. `values`, `extra`: of a plane;
+    `shifts`: pointers to those of the queries, broadcasting to `s`; `own0`, `other0`: the first tokens of the tile."""
+    width = gl.cdiv(other_length, _PADDED) * (_PADDED // _FLAG)
+    flag = extra + gl.cdiv(seq_q, _PADDED) * _PADDED + (own0 // _FLAG * width + other0 // _FLAG)
+    some = gl.load(flag)
+    for i in gl.static_range(s.shape[0] // _FLAG):
+        for j in gl.static_range(s.shape[1] // _FLAG):
+            if i + j > 0:
+                some = some | gl.load(flag + (i * width + j))
+    if some != 0:
+        # Added in natural units: base 2 would take finfo.min to -inf. A difference of that size may become -inf.
+        natural = scale * 0.6931471805599453
+        numbers = numbers_of_tile(s, values, own0, other0, other_length)
+        s = (s * natural + numbers - gl.load(shifts).to(gl.float32, bitcast=True)) * (1.0 / natural)
+    return s
+
+
+@gluon.jit
+def numbers_of_tile(s, values, own0, other0, other_length):
+    """The mask's numbers of the tile of scores `s`, in its layout: a thread's 8 of a unit of 16 x 16 pairs are
+    neighbours."""
+    LAYOUT: gl.constexpr = s.type.layout
+    OWN: gl.constexpr = s.shape[0] // 16
+    OTHER: gl.constexpr = s.shape[1] // 16
+    UNITS: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 32, 1], [OWN, 1, 1, 1], [3, 2, 1, 0])
+    gl.static_assert(gl.num_warps() == OWN)
+    own = gl.arange(0, OWN, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, UNITS))))[:, None, None, None]
+    other = gl.arange(0, OTHER, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, UNITS))))[None, :, None, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, UNITS))))[None, None, :, None]
+    i = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, UNITS))))[None, None, None, :]
+    width = gl.cdiv(other_length, _PADDED) * (_PADDED // 16)
+    first = values + (own0 // 16).to(gl.int64) * width * 256 + other0 * 16
+    found = gl.load(first + (own * width + other) * 256 + lane * 8 + i)
+    # Of the accumulator of wgmma: rows g and g + 8 of a warp's 16, columns 2 c and 2 c + 1 of every 8; lane 4 g + c.
+    parts = found.reshape([OWN, OTHER, 8, 4, 2, 2, 2]).permute((0, 5, 2, 1, 4, 3, 6))
+    return gl.convert_layout(parts.reshape(s.shape), LAYOUT, assert_trivial=True).to(gl.float32)
 
 
 @gluon.jit

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MASKS = ("none", "right", "band", "rows", "segments", "bits")
+MASKS = ("none", "right", "band", "rows", "segments", "bits", "values", "values32")
 """`none`: every key, and whole blocks of keys only. `right`: keys before a limit that moves with the row (causal), or
 before the end of a sequence that ends inside a block. `band`: two limits (a window). `rows`: two limits read from
 memory (packed documents). `segments`: the same, and labels to compare where the limits do not say all (segment ids in
-any order, masks of keys). `bits`: a bit for every query and key (masks that differ from query to query)."""
+any order, masks of keys). `bits`: a bit for every query and key (masks that differ from query to query). `values`:
+bits, and numbers to add, in the dtype of q; `values32`: in float32."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Template:
 
     @property
     def left_limit(self) -> bool:
-        return self.mask in ("band", "rows", "segments", "bits")
+        return self.mask in ("band", "rows", "segments") or self.bits
 
     @property
     def by_data(self) -> bool:
         """Which blocks meet is read from memory."""
-        return self.mask in ("rows", "segments", "bits")
+        return self.mask in ("rows", "segments") or self.bits
 
     @property
     def by_rows(self) -> bool:
@@ -48,7 +49,11 @@ class Template:
 
     @property
     def bits(self) -> bool:
-        return self.mask == "bits"
+        return self.mask == "bits" or self.values
+
+    @property
+    def values(self) -> bool:
+        return self.mask in ("values", "values32")
 
     @property
     def segments(self) -> bool:
@@ -320,7 +325,7 @@ def forward_template(
         tile.o_lanes or dims[1],
         tile.rescale_late,
         # What labels and bits need to be compared takes the registers of Q.
-        tile.keep_q and mask not in ("segments", "bits"),
+        tile.keep_q and mask not in ("segments", "bits", "values", "values32"),
     )
 
 

@@ -81,7 +81,7 @@ def backward(
                 f"into: {name} has strides {list(given.stride())}; its rows must start at multiples of 16 bytes."
             )
     with _on(problem.q):
-        rows = (lse, _delta(problem, grad_out, grad_lse, out), _tail(problem, lse))
+        rows = (lse, _delta(problem, grad_out, grad_lse, out), tail(problem, lse))
         if dq is not None:
             _launch_dq(problem, grad_out, rows, dq)
         if dk is not None or dv is not None:
@@ -189,12 +189,12 @@ def _delta(problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Ten
     return delta
 
 
-def _tail(problem: Problem, lse: Tensor) -> Tensor | None:
-    """What is lost of a large lse, for a call with an additive mask."""
+def tail(problem: Problem, lse: Tensor) -> Tensor | None:
+    """What float32 has lost of a large lse, `[B, Hq, Sq]`; None for a call without an additive mask."""
     q, k, mask = problem.q, problem.k, problem.seen.mask
     if mask is None or mask.dtype == torch.bool:
         return None
-    tail = torch.empty_like(lse)
+    lost = torch.empty_like(lse)
     tile = _tile("dq", problem)
     batch, rows, heads, _ = q.shape
     programs = triton.cdiv(rows, tile.block_m) * batch * heads
@@ -209,7 +209,7 @@ def _tail(problem: Problem, lse: Tensor) -> Tensor | None:
                 k,
                 problem.sinks,
                 lse,
-                tail,
+                lost,
                 _strides(q),
                 _strides(k),
                 _sight(problem),
@@ -220,7 +220,7 @@ def _tail(problem: Problem, lse: Tensor) -> Tensor | None:
             ),
             constants,
         )
-    return tail
+    return lost
 
 
 # --- arguments of the kernels ---

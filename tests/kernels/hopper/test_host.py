@@ -126,6 +126,9 @@ def request(**changes: object) -> Request:
     return Request(op="attention", device=torch.device("cuda", 0), shapes=shapes, dtypes=dtypes, options=changes)
 
 
+LONG = dict.fromkeys("qkv", (1, 16384, 4, 64))
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
@@ -139,7 +142,20 @@ def request(**changes: object) -> Request:
         (request(dtypes={"mask": torch.bool}, shapes={"mask": (2, 4, 128, 128)}), None),
         (request(dtypes={"mask": torch.bool, "q_segment_ids": torch.int32}, shapes={"mask": (128, 128)}), None),
         (request(dtypes={"mask": torch.bool, "cu_seqlens_q": torch.int32}, shapes={"mask": (128,)}), None),
-        (request(dtypes={"mask": torch.float32}, shapes={"mask": (2, 1, 1, 128)}), "mask is torch.float32"),
+        (request(dtypes={"mask": torch.float32}, shapes={"mask": (2, 1, 1, 128)}), None),
+        (request(dtypes={"mask": torch.float64}, shapes={"mask": (2, 1, 1, 128)}), "mask is torch.float64"),
+        (
+            request(
+                dtypes={"mask": torch.bfloat16, "sinks": torch.float32}, shapes={"mask": (128, 128), "sinks": (4,)}
+            ),
+            "sinks are given beside an additive mask",
+        ),
+        (
+            request(
+                dtypes={"mask": torch.float32}, shapes=dict.fromkeys("qkv", (1, 16384, 4, 64)) | {"mask": (4, 1, 1)}
+            ),
+            "it copies an additive mask, and this one would take 4.0 GiB",
+        ),
         (request(dtypes={"mask": torch.bool}, shapes={"mask": (2, 1, 1, 128)}), None),
         (request(dtypes={"q_segment_ids": torch.int32}), None),
         (request(scale=-1.0), "scale is -1.0"),

@@ -103,6 +103,46 @@ def pairs(
     return make
 
 
+def added(
+    kind: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    by_head: bool = True,
+    shared: bool = True,
+    beside: Callable[[torch.Generator, Case], Conditions] | None = None,
+    **values: int | float | str,
+):
+    """A mask that is added. Position biases: numbers at random (`bias`), in some blocks only, with -inf among them
+    (`corner`), far above 0 in some rows (`large`), that fall with the distance (`slopes`). Hidden keys: causal after a
+    padded start, whose rows before it see nothing else, by -inf (`hidden`) or by the least number of the dtype
+    (`least`); keys alone (`keys`)."""
+
+    def make(generator: torch.Generator, case: Case) -> Conditions:
+        shape = 1 if shared else case.batch, case.heads if by_head else 1, case.queries, case.keys
+        query, key = torch.arange(case.queries)[:, None], torch.arange(case.keys)
+        noise = torch.randn(shape, generator=generator)
+        if kind == "bias":
+            mask = noise
+        elif kind == "corner":
+            mask = torch.where((query < 130) & (key >= 200), noise, 0.0)
+            mask = mask.masked_fill(torch.rand(shape, generator=generator) < 0.01, float("-inf"))
+        elif kind == "large":
+            mask = torch.where(query % 90 < 3, 3 * noise + 200, noise)
+        elif kind == "slopes":
+            slope = 2.0 ** -torch.arange(1, shape[1] + 1)[:, None, None]
+            mask = (-slope * (query - key).abs()).expand(shape).contiguous()
+        elif kind == "keys":
+            shown = torch.rand(shape[0], shape[1], 1, case.keys, generator=generator) < 0.7
+            mask = torch.where(shown, 0.0, float("-inf"))
+        else:
+            start = torch.randint(0, case.keys, (*shape[:2], 1, 1), generator=generator)
+            hidden = (key > query + case.keys - case.queries) | (key < start)
+            mask = torch.zeros(shape).masked_fill(hidden, torch.finfo(dtype).min if kind == "least" else float("-inf"))
+        return {"mask": mask.to(dtype), **(beside(generator, case) if beside else {}), **values}
+
+    return make
+
+
 def case(queries: int, keys: int | None = None, **others: object) -> Case:
     base = Case(
         queries=queries, keys=queries if keys is None else keys, head_dim=128, value_dim=128, heads=4, kv_heads=2
@@ -187,6 +227,31 @@ MASKS = {
     "documents_cross": case(300, 500, batch=1, conditions=documents([0, 90, 200, 300], [0, 200, 200, 450])),
 }
 
+ADDED = {
+    "bias": case(333, 500, conditions=added("bias")),
+    "bias_float32": case(500, 333, conditions=added("bias", torch.float32, shared=False)),
+    "bias_float16": case(300, conditions=added("bias", torch.float16, by_head=False, shared=False)),
+    "bias_causal": case(500, conditions=added("bias", causal="top_left")),
+    "bias_window": case(500, 600, conditions=added("bias", window_left=70, window_right=30)),
+    "bias_corner": case(700, 900, conditions=added("corner")),
+    "bias_large": case(333, 500, conditions=added("large", torch.float32)),
+    "bias_slopes": case(700, conditions=added("slopes", causal="top_left")),
+    "bias_softcap": case(300, logits=4, conditions=added("bias", softcap=20.0)),
+    "bias_lse_gradient": case(300, lse_gradient=True, conditions=added("bias")),
+    "bias_segments": case(500, conditions=added("bias", beside=segments(ordered=True), causal="top_left")),
+    "bias_documents": case(
+        700, batch=1, conditions=added("bias", beside=documents([0, 9, 9, 300, 301, 650], causal="top_left"))
+    ),
+    "added_hidden": case(700, conditions=added("hidden", by_head=False, shared=False)),
+    "added_hidden_heads": case(500, 700, conditions=added("hidden")),
+    "added_least": case(700, conditions=added("least", by_head=False, shared=False)),
+    "added_least_float32": case(500, conditions=added("least", torch.float32, by_head=False, shared=False)),
+    "added_least_heads": case(500, conditions=added("least")),
+    "added_least_window": case(500, conditions=added("least", by_head=False, shared=False, window_left=200)),
+    "added_keys": case(333, 500, conditions=added("keys", torch.float32, by_head=False, shared=False)),
+    "added_one_query": case(1, 300, conditions=added("bias")),
+}
+
 VALUES = {
     "softcap_5": case(300, logits=4, conditions=options(softcap=5.0, causal="top_left")),  # 1065, 1033
     "softcap_30": case(300, logits=20, conditions=options(softcap=30.0)),
@@ -232,7 +297,7 @@ HEADS = {
 # Few blocks of keys (all of the above) are spread over the query heads of a group; here there are enough.
 HEADS["heads_8_2_many_blocks"] = case(500, batch=42, heads=8, kv_heads=2, conditions=CAUSAL)
 
-CASES = MASKS | VALUES | HEADS
+CASES = MASKS | ADDED | VALUES | HEADS
 WIDE = {
     f"head_dim_{head_dim}_{value_dim}_{name}": case(300, head_dim=head_dim, value_dim=value_dim, conditions=conditions)
     for head_dim, value_dim in (
@@ -261,6 +326,14 @@ WIDE = {
         300, head_dim=192, value_dim=128, conditions=segments(ordered=False, causal="top_left")
     ),
     "head_dim_192_128_pairs": case(500, head_dim=192, value_dim=128, conditions=pairs("padded_start")),
+    "head_dim_256_256_heads": case(300, 500, head_dim=256, value_dim=256, conditions=pairs("random", by_head=True)),
+    "head_dim_256_256_bias": case(300, 500, head_dim=256, value_dim=256, conditions=added("bias")),
+    "head_dim_256_256_added_least": case(
+        300, head_dim=256, value_dim=256, conditions=added("least", by_head=False, shared=False)
+    ),
+    "head_dim_192_128_bias": case(
+        500, head_dim=192, value_dim=128, conditions=added("bias", torch.float32, causal="top_left")
+    ),
     "head_dim_256_256_softcap": case(
         300, head_dim=256, value_dim=256, logits=4, conditions=options(softcap=30.0, causal="top_left")
     ),
@@ -295,13 +368,15 @@ def assert_no_worse_than_eager(inputs: Inputs, dtype: torch.dtype, actual: Resul
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_worse_than_eager(name: str, deterministic: bool, dtype: torch.dtype, device: torch.device) -> None:
-    if dtype == torch.float16 and (deterministic or name not in HEADS):
+    if dtype == torch.float16 and (deterministic or name not in {*HEADS, "bias_float16"}):
         pytest.skip("one dtype is enough where the code is the same")
     inputs = make_inputs(CASES[name], dtype, device)
     assert_no_worse_than_eager(inputs, dtype, run(inputs, dtype, deterministic=deterministic))
 
 
-@pytest.mark.parametrize("name", [name for name in MASKS if not name.startswith(("full", "top_left", "bottom_right"))])
+@pytest.mark.parametrize(
+    "name", [name for name in MASKS | ADDED if not name.startswith(("full", "top_left", "bottom_right"))]
+)
 def test_head_dim_64_masks(name: str, device: torch.device) -> None:
     inputs = make_inputs(dataclasses.replace(CASES[name], head_dim=64, value_dim=64), torch.bfloat16, device)
     for deterministic in (False, True):
