@@ -1,18 +1,26 @@
-"""A training step of every model of the zoo with every fusion at once, through SDPA and the model's own softmax: every
+"""A training step of the models of the zoo with every fusion at once and the softmax of attention written out: every
 attention fused, loss and all gradients no worse than eager's own error against float64.
 
-What each mask becomes is asserted in `tests/patterns/test_attention_models.py`; here are the numbers.
+Through SDPA, which the models take by themselves where they can, it is a case of `test_every_model.py`
+(`WITH_ATTENTION`). What each mask becomes is asserted in `tests/patterns/test_attention_models.py`; here are the
+numbers.
 """
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from compiling import as_it_is, eager
-from test_every_model import GRAPH_BREAKS, ONE_SIZE, Combination, compare_outputs, compare_steps, shorter
-from test_models import assert_no_worse, backend, exact_step, step
+from test_every_model import (
+    GRAPH_BREAKS,
+    ONE_SIZE,
+    Combination,
+    assert_every_attention_fused,
+    compare_outputs,
+    compare_steps,
+    shorter,
+)
+from test_models import backend
 
 from fusion_pass import FusionBackend, FusionConfig, zoo
 
@@ -24,28 +32,22 @@ OWN_CHOICE = (*DIFFUSION, "qwen3_fused_qkv")
 """Models without the choice: they call `scaled_dot_product_attention`."""
 ONLY_EAGER = ("gemma2", "gpt_oss")
 
-CASES = [(name, "sdpa") for name in zoo.names() if name not in OWN_CHOICE and name not in ONLY_EAGER]
-CASES += [(name, "eager") for name in zoo.names() if name not in OWN_CHOICE]
+WRITTEN_OUT = [name for name in zoo.names() if name not in OWN_CHOICE and name not in ONLY_EAGER]
+"""Models that call SDPA by themselves and can also write the softmax out."""
+
+CASES = [(name, attention) for name in WRITTEN_OUT for attention in ("sdpa", "eager")]
+CASES += [(name, "eager") for name in ONLY_EAGER]
 CASES += [(name, "") for name in OWN_CHOICE]
 
 
-@functools.cache
-def exact_of(name: str) -> dict[str, torch.Tensor]:
-    """The float64 step; the same for every way to write the attention."""
-    return exact_step(*zoo.build(name))
-
-
-@pytest.mark.parametrize(("name", "attention"), CASES)
-def test_training_step(name: str, attention: str) -> None:
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_training_step_written_out(name: str) -> None:
     torch._dynamo.reset()
-    module, inputs = zoo.build(name, attention=attention or None)
+    module, inputs = zoo.build(name, attention="eager")
     compiler = backend(fusions=None)
     compiled = torch.compile(module, backend=compiler, fullgraph=name not in GRAPH_BREAKS)
-    ours, plain = step(compiled, module, inputs), step(module, module, inputs)
-    assert_no_worse(ours, plain, exact_of(name), torch.finfo(torch.float32).eps)
-    attentions = [site for report in compiler.reports for site in report.sites if site.fusion == "attention"]
-    assert attentions
-    assert not [site.reason for site in attentions if site.status != "fused"]
+    compare_steps(compiled, module, inputs, torch.float32)
+    assert_every_attention_fused(compiler.reports)
 
 
 OTHERS = (
@@ -69,6 +71,4 @@ def test_other_settings(name: str, attention: str, how: Combination) -> None:
     if how.dynamic and name not in ONE_SIZE:
         compare(compiled, module, shorter(name, inputs), how.dtype)
     compare(compiled, module, inputs, how.dtype)
-    attentions = [site for report in compiler.reports for site in report.sites if site.fusion == "attention"]
-    assert attentions
-    assert not [site.reason for site in attentions if site.status != "fused"]
+    assert_every_attention_fused(compiler.reports)

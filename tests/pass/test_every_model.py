@@ -2,8 +2,9 @@
 
 A model is captured with fixed and with symbolic shapes (`dynamic=True`), to train and to infer, in float32 and in
 bfloat16. `make test` runs four of the eight combinations, chosen so that every pair of settings occurs (the one of
-dynamic inference for some models only); the others are marked exhaustive. What the kernels do is the same in all: here
-they are the reference, so an error is one of the pass.
+dynamic inference for some models only); the others are marked exhaustive. One of the four, `WITH_ATTENTION`, has
+attention fused too: `test_attention_every_model.py` has the other ways to write it. What the kernels do is the same in
+all: here they are the reference, so an error is one of the pass.
 """
 
 from __future__ import annotations
@@ -155,6 +156,9 @@ IN_MAKE_TEST = {
 }
 """Any two settings of two of the three columns stand in one row."""
 
+WITH_ATTENTION = Combination(dynamic=False, training=True, dtype=torch.float32)
+"""Every fusion at once: one compilation serves norm, rotation and attention."""
+
 DYNAMIC_INFERENCE = (
     "qwen3",
     "qwen3_vl",
@@ -198,7 +202,8 @@ def test_every_model(name: str, how: Combination) -> None:
     module.train(how.training)
     # AOTAutograd traces forward and backward of the operators with fixed shapes here; with symbolic ones
     # `test_models.py` has it trace one model for each operator, because it takes four times as long.
-    config = FusionConfig(allow_reference=True, fusions=NORM_AND_ROTATION)
+    fusions = None if how == WITH_ATTENTION else NORM_AND_ROTATION
+    config = FusionConfig(allow_reference=True, fusions=fusions)
     compiler = FusionBackend(config, inner=as_it_is if how.dynamic else eager)
     compiled = torch.compile(module, backend=compiler, fullgraph=name not in GRAPH_BREAKS, dynamic=how.dynamic)
     compare = compare_steps if how.training else compare_outputs
@@ -209,13 +214,23 @@ def test_every_model(name: str, how: Combination) -> None:
     compare(compiled, module, inputs, how.dtype)
     # Of both lengths together: had the second been compiled again, it would be twice as much.
     assert_found(compiler.reports, expected(name, how))
+    if how == WITH_ATTENTION:
+        assert_every_attention_fused(compiler.reports)
 
 
 def assert_found(reports: Iterable[Report], wanted: Found) -> None:
-    """Over all graphs of the model."""
+    """Over all graphs of the model, norm and rotation."""
     found = merged(reports)
     print(found)  # what is fused, and why the rest is not: shown by `pytest -rP`
-    assert (found.counts, found.reasons) == (wanted.sites, wanted.reasons)
+    counts = {fusion: count for fusion, count in found.counts.items() if fusion != "attention"}
+    assert (counts, found.reasons) == (wanted.sites, wanted.reasons)
+
+
+def assert_every_attention_fused(reports: Iterable[Report]) -> None:
+    """At least one, and none is left alone."""
+    attentions = [site for report in reports for site in report.sites if site.fusion == "attention"]
+    assert attentions
+    assert not [site.reason for site in attentions if site.status != "fused"]
 
 
 def compare_steps(compiled: Any, module: nn.Module, inputs: zoo.Inputs, dtype: torch.dtype) -> None:
