@@ -1,5 +1,8 @@
-"""For every test: one thread a process, because the tensors are tiny and `make test` runs two processes."""
+"""For every test: one thread a process, because the tensors are tiny and `make test` runs two processes; and garbage
+is collected rarely, because the modules of PyTorch and transformers are looked through each time: a quarter of the time
+of a test that compiles a model."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -7,6 +10,7 @@ import os
 import torch
 
 torch.set_num_threads(1)
+gc.set_threshold(50_000, 20, 50)
 
 
 def import_triton_for_its_interpreter() -> None:
