@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .gluon_api import aggregate, partition_barrier
-from .scores import add_numbers, hide_by_bits, hide_other_segments
+from .scores import add_numbers, has_numbers, hide_by_bits, hide_other_segments
 
 DQ_FULL = gl.constexpr(4)
 """Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO
@@ -201,10 +201,11 @@ def hide(st, tile, p, T: gl.constexpr):
     keys = p.key0 + gl.arange(0, T.block_n, gl.SliceLayout(1, LAYOUT))
     row0 = tile * T.block_m
     if T.bits:
-        if T.values:
-            scale, cap_scale, grad_scale = p.scales
-            shifts = (p.row_high + row0 + columns)[None, :]
-            st = add_numbers(st, p.row_low, p.row_high, shifts, p.key0, row0, seq_q, seq_q, scale)
+        if T.values:  # noqa: SIM102 (decided at compile time; the next one is not)
+            if has_numbers(st, p.row_high, p.key0, row0, seq_q, seq_q):
+                scale, cap_scale, grad_scale = p.scales
+                shifts = gl.load(p.row_high + row0 + columns).to(gl.float32, bitcast=True)
+                st = add_numbers(st, p.row_low, shifts[None, :], p.key0, row0, seq_q, scale)
         return hide_by_bits(st, p.labels, keys, seq_k, row0, seq_q)
     if T.by_rows:
         b, kv = batch_and_head(p)

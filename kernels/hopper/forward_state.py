@@ -9,6 +9,7 @@ from .scores import (
     add_numbers,
     bits_of_plane,
     extra_of_plane,
+    has_numbers,
     hide_by_bits,
     hide_other_segments,
     key_blocks,
@@ -189,6 +190,14 @@ def tile_after(turn, p, T: gl.constexpr):
 
 
 @gluon.jit
+def shifts_of(rows, head, p):
+    """The shifts of rows (additive.py)."""
+    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+    extra = extra_of_plane(p.row_high, plane(head, p), seq_q, seq_q, seq_k)
+    return gl.load(extra + rows).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def limits(row0, head, p, T: gl.constexpr):
     """The interval of keys of each of the 64 rows at `row0`, and which rows they are: (low, high, row0, head)."""
     LAYOUT: gl.constexpr = scores_layout(T)
@@ -196,20 +205,21 @@ def limits(row0, head, p, T: gl.constexpr):
     band_low, band_high = p.band
     rows_stride, ranges_stride = p.rows_strides
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    if T.bits:
+    if T.values:
+        return rows, shifts_of(rows, head, p), row0, head
+    elif T.bits:
         return rows, rows, row0, head
-    offset = (head // heads) * rows_stride
-    low, high = key_limits(rows, seq_k, band_low, band_high, p.row_low + offset, p.row_high + offset, T)
-    return low, high, row0, head
+    else:
+        offset = (head // heads) * rows_stride
+        low, high = key_limits(rows, seq_k, band_low, band_high, p.row_low + offset, p.row_high + offset, T)
+        return low, high, row0, head
 
 
 @gluon.jit
 def unshifted(lse, rows, head, p, T: gl.constexpr):
     """The LSE of the scores as the mask has them, from that of the shifted ones (additive.py)."""
     if T.values:
-        batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-        extra = extra_of_plane(p.row_high, plane(head, p), seq_q, seq_q, seq_k)
-        lse += gl.load(extra + rows).to(gl.float32, bitcast=True)
+        lse += shifts_of(rows, head, p)
     return lse
 
 
@@ -221,10 +231,10 @@ def hide_keys(s, block, rows, p, T: gl.constexpr):
     if T.bits:
         batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
         if T.values:
-            values = values_of_plane(p.row_low, plane(head, p), seq_q, seq_k)
             extra = extra_of_plane(p.row_high, plane(head, p), seq_q, seq_q, seq_k)
-            shifts = (extra + low)[:, None]
-            s = add_numbers(s, values, extra, shifts, row0, block * T.block_n, seq_q, seq_k, p.scale)
+            if has_numbers(s, extra, row0, block * T.block_n, seq_q, seq_k):
+                values = values_of_plane(p.row_low, plane(head, p), seq_q, seq_k)
+                s = add_numbers(s, values, high[:, None], row0, block * T.block_n, seq_k, p.scale)
         bits = bits_of_plane(p.labels, plane(head, p), seq_q, seq_k)
         return hide_by_bits(s, bits, low, seq_q, block * T.block_n, seq_k)
     columns = block * T.block_n + gl.arange(0, T.block_n, gl.SliceLayout(0, LAYOUT))

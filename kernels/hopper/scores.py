@@ -147,9 +147,9 @@ def extra_of_plane(extra, plane, seq_q, own_length, other_length):
 
 
 @gluon.jit
-def add_numbers(s, values, extra, shifts, own0, other0, seq_q, other_length, scale):
-    """Add the mask's numbers to scores in units of `scale`, where a tile has any. `values`, `extra`: of a plane;
-    `shifts`: pointers to those of the queries, broadcasting to `s`; `own0`, `other0`: the first tokens of the tile."""
+def has_numbers(s, extra, own0, other0, seq_q, other_length):
+    """Whether the mask has numbers for the tile of scores `s`, which begins at the tokens `own0` and `other0`. `extra`:
+    of the plane."""
     width = gl.cdiv(other_length, _PADDED) * (_PADDED // _FLAG)
     flag = extra + gl.cdiv(seq_q, _PADDED) * _PADDED + (own0 // _FLAG * width + other0 // _FLAG)
     some = gl.load(flag)
@@ -157,12 +157,17 @@ def add_numbers(s, values, extra, shifts, own0, other0, seq_q, other_length, sca
         for j in gl.static_range(s.shape[1] // _FLAG):
             if i + j > 0:
                 some = some | gl.load(flag + (i * width + j))
-    if some != 0:
-        # Added in natural units: base 2 would take finfo.min to -inf. A difference of that size may become -inf.
-        natural = scale * 0.6931471805599453
-        numbers = numbers_of_tile(s, values, own0, other0, other_length)
-        s = (s * natural + numbers - gl.load(shifts).to(gl.float32, bitcast=True)) * (1.0 / natural)
-    return s
+    return some != 0
+
+
+@gluon.jit
+def add_numbers(s, values, shifts, own0, other0, other_length, scale):
+    """Add the mask's numbers to a tile of scores in units of `scale`. `values`: of the plane; `shifts`: of the queries,
+    broadcasting to `s`."""
+    # In natural units: base 2 would take finfo.min to -inf. A difference of that size may become -inf.
+    natural = scale * 0.6931471805599453
+    numbers = numbers_of_tile(s, values, own0, other0, other_length)
+    return (s * natural + numbers - shifts) * (1.0 / natural)
 
 
 @gluon.jit
@@ -180,7 +185,8 @@ def numbers_of_tile(s, values, own0, other0, other_length):
     i = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, UNITS))))[None, None, None, :]
     width = gl.cdiv(other_length, _PADDED) * (_PADDED // 16)
     first = values + (own0 // 16).to(gl.int64) * width * 256 + other0 * 16
-    found = gl.load(first + (own * width + other) * 256 + lane * 8 + i)
+    # The constant part by itself, so that it is no address of its own.
+    found = gl.load(first + (own * width * 256 + lane * 8 + i) + other * 256)
     # Of the accumulator of wgmma: rows g and g + 8 of a warp's 16, columns 2 c and 2 c + 1 of every 8; lane 4 g + c.
     parts = found.reshape([OWN, OTHER, 8, 4, 2, 2, 2]).permute((0, 5, 2, 1, 4, 3, 6))
     return gl.convert_layout(parts.reshape(s.shape), LAYOUT, assert_trivial=True).to(gl.float32)
