@@ -16,7 +16,7 @@ from ..options import Options
 from ..replay import Work
 from ..streams import Copy, Gradients, GradStream, Stream, Tables, arithmetic_dtype
 from . import interpreted
-from .norm_rope_kernels import backward_kernel, forward_kernel, reduce_kernel
+from .norm_rope_kernels import backward_kernel, forward_kernel
 from .norm_rope_tiles import (
     Site,
     backward_tiles,
@@ -24,6 +24,7 @@ from .norm_rope_tiles import (
     next_power_of_2,
     shares,
 )
+from .parameter_sums import reduce_kernel
 
 ARITHMETIC = {torch.float32: tl.float32, torch.float64: tl.float64}
 _INT32_MAX = 2**31 - 1

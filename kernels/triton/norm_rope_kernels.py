@@ -1,4 +1,4 @@
-"""The norm + rotation kernels: one forward, one backward, one reduction, for all of `docs/operators.md`.
+"""The norm + rotation kernels: one forward, one backward, for all of `docs/operators.md`.
 
 Data flow and memory traffic, for T tokens, Hq + Hk heads of D lanes, e bytes an element, tables of t bytes a token:
 
@@ -9,8 +9,8 @@ Data flow and memory traffic, for T tokens, Hq + Hk heads of D lanes, e bytes an
                It loads the next block before it stores this one. x is read again and its norm recomputed: nothing is
                saved. A program has one stream, so it holds one weight and one sum, and its loop is short.
                bytes = T (3 (Hq + Hk) D e + 2 Hv D e + t); head tiles of the same tokens find the tables in the L2
-               Gradients of weights and biases accumulate in registers as whole tiles; a program writes one row.
-    reduction  sums the rows in a fixed order: the same bits on every run.
+               Gradients of weights and biases accumulate in registers as whole tiles; a program writes one row, and
+               `parameter_sums.py` adds the rows up.
 
 With a norm over the whole hidden row (OLMo 2), or one weight row a head (Cohere), a tile holds all heads of a token.
 Arithmetic is in ACC (float32, float64 for float64); there is one rounding, in the store.
@@ -231,16 +231,36 @@ def backward_tile(
 
 
 @triton.jit
+def load_parts(
+    pointers, part_stride, mask, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr, L: tl.constexpr,
+    P: tl.constexpr, ADJACENT: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The lanes at `pointers`, summed over PARTS tiles `part_stride` elements apart; of one part in the dtype of the
+    memory."""
+    a, b, rest = load_lanes(pointers, mask, D, R, START, L, P, ADJACENT)
+    if PARTS > 1:
+        a = a.to(ACC)
+        b = b.to(ACC)
+        rest = rest.to(ACC)
+        for part in range(1, PARTS):
+            more_a, more_b, more_rest = load_lanes(pointers + part * part_stride, mask, D, R, START, L, P, ADJACENT)
+            a += more_a.to(ACC)
+            b += more_b.to(ACC)
+            rest += more_rest.to(ACC)
+    return a, b, rest
+
+
+@triton.jit
 def load_gradient_and_input(
-    G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, h0, mask,
-    HAS_X: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr, L: tl.constexpr,
-    P: tl.constexpr, READS_ADJACENT: tl.constexpr, WRITES_ADJACENT: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr,
+    G, g_b, g_s, g_h, g_part, X, x_b, x_s, x_g, x_h, batch, s0, h0, mask,
+    PARTS: tl.constexpr, HAS_X: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    START: tl.constexpr, L: tl.constexpr, P: tl.constexpr, READS_ADJACENT: tl.constexpr, WRITES_ADJACENT: tl.constexpr,
+    ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """One tile of the gradient of the result and of the input (a second name for the gradient where no input is
     needed)."""
     pointers = tile_pointers(G, g_b, g_s, 0, g_h, batch, s0, h0, 0, VEC, WIDE, BT, BH)
-    ga, gb, grest = load_lanes(pointers, mask, D, R, START, L, P, WRITES_ADJACENT)
+    ga, gb, grest = load_parts(pointers, g_part * VEC, mask, D, R, START, L, P, WRITES_ADJACENT, PARTS, ACC)
     xa, xb, xrest = ga, gb, grest
     if HAS_X:
         pointers = tile_pointers(X, x_b, x_s, x_g, x_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BH)
@@ -313,11 +333,12 @@ def store_table_gradient(
 
 @triton.jit
 def backward_stream(
-    G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, DX, d_b, d_s, d_g, d_h, W, BIAS, COS, SIN, POSITIONS, table_r, table_b,
-    table_s, position_r, position_b, position_s, max_position, ROW, DCOS, DSIN, first, step, blocks,
+    G, g_b, g_s, g_h, g_part, scale, X, x_b, x_s, x_g, x_h, DX, d_b, d_s, d_g, d_h, W, BIAS, COS, SIN, POSITIONS,
+    table_r, table_b, table_s, position_r, position_b, position_s, max_position, ROW, DCOS, DSIN, first, step, blocks,
     blocks_per_sequence, S, h0,
-    H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PER_HEAD: tl.constexpr, HAS_X: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PER_HEAD: tl.constexpr, HAS_X: tl.constexpr,
+    NEEDS_DX: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
     NEEDS_BIAS: tl.constexpr, NEEDS_TABLES: tl.constexpr, D: tl.constexpr, R: tl.constexpr, START: tl.constexpr,
     L: tl.constexpr, P: tl.constexpr, ROTATE: tl.constexpr, READS_ADJACENT: tl.constexpr,
     WRITES_ADJACENT: tl.constexpr, CONJUGATE: tl.constexpr, PER_LANE: tl.constexpr, TABLE_VEC: tl.constexpr,
@@ -327,7 +348,7 @@ def backward_stream(
     WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """One head tile of q or k for the blocks first, first + step, ...: stores dx, and at ROW the sums for the
-    parameters."""
+    parameters. The gradient of the result is the sum of PARTS tensors `g_part` apart; SCALED: times `scale`."""
     PARAMETER_ADJACENT: tl.constexpr = READS_ADJACENT if NORM_FIRST else WRITES_ADJACENT
     wa, wb, wrest = 0.0, 0.0, 0.0
     ba, bb = 0.0, 0.0
@@ -343,8 +364,8 @@ def backward_stream(
     s0 = (first % blocks_per_sequence) * BT
     mask = tile_mask(s0, S, h0, H, BT, BH, WHOLE_BLOCKS)
     ga, gb, grest, xa, xb, xrest = load_gradient_and_input(
-        G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, batch, s0, h0, mask, HAS_X, GROUP, D, R, START, L, P, READS_ADJACENT,
-        WRITES_ADJACENT, VEC, WIDE, BT, BH,
+        G, g_b, g_s, g_h, g_part, X, x_b, x_s, x_g, x_h, batch, s0, h0, mask, PARTS, HAS_X, GROUP, D, R, START, L, P,
+        READS_ADJACENT, WRITES_ADJACENT, ACC, VEC, WIDE, BT, BH,
     )  # fmt: skip
     for block in range(first, blocks, step):
         cos_a, cos_b, sin_a, sin_b = 0.0, 0.0, 0.0, 0.0
@@ -360,9 +381,13 @@ def backward_stream(
         next_s0 = (following % blocks_per_sequence) * BT
         next_mask = tile_mask(next_s0, S, h0, H, BT, BH, WHOLE_BLOCKS) & (following < blocks)
         next_ga, next_gb, next_grest, next_xa, next_xb, next_xrest = load_gradient_and_input(
-            G, g_b, g_s, g_h, X, x_b, x_s, x_g, x_h, next_batch, next_s0, h0, next_mask, HAS_X, GROUP, D, R, START, L,
-            P, READS_ADJACENT, WRITES_ADJACENT, VEC, WIDE, BT, BH,
+            G, g_b, g_s, g_h, g_part, X, x_b, x_s, x_g, x_h, next_batch, next_s0, h0, next_mask, PARTS, HAS_X, GROUP, D,
+            R, START, L, P, READS_ADJACENT, WRITES_ADJACENT, ACC, VEC, WIDE, BT, BH,
         )  # fmt: skip
+        if SCALED:
+            ga = ga.to(ACC) * scale
+            gb = gb.to(ACC) * scale
+            grest = grest.to(ACC) * scale
         target = tile_pointers(DX, d_b, d_s, d_g, d_h, batch, s0, h0, GROUP, VEC, WIDE, BT, BH)
         pa, pb, prest, pxa, pxb, pxrest, yna, ynb, yanb, ybna = backward_tile(
             ga, gb, grest, xa, xb, xrest, target, mask, wa, wb, wrest, ba, bb, cos_a, cos_b, sin_a, sin_b, H,
@@ -448,74 +473,21 @@ def backward_kernel(
                 )  # fmt: skip
     elif tile < Q_TILES:
         backward_stream(
-            GQ, gq_b, gq_s, gq_h, Q, q_b, q_s, q_g, q_h, DQ, dq_b, dq_s, dq_g, dq_h, QW, QB, COS, SIN, POSITIONS,
-            table_r, table_b, table_s, position_r, position_b, position_s, max_position,
+            GQ, gq_b, gq_s, gq_h, 0, 1.0, Q, q_b, q_s, q_g, q_h, DQ, dq_b, dq_s, dq_g, dq_h, QW, QB, COS, SIN,
+            POSITIONS, table_r, table_b, table_s, position_r, position_b, position_s, max_position,
             PARTIAL + (first * Q_TILES + tile) * Q_COLUMNS, DCOS, DSIN, first, walkers, blocks, blocks_per_sequence, S,
-            tile * BHQ, HQ, BHQ, GROUP, HAS_QW, HAS_QB, PER_HEAD, HAS_X, NEEDS_DQ, NEEDS_QW, NEEDS_QB, NEEDS_TABLES, D,
-            R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC, LANE_STRIDE,
-            GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE,
+            tile * BHQ, HQ, BHQ, GROUP, 1, False, HAS_QW, HAS_QB, PER_HEAD, HAS_X, NEEDS_DQ, NEEDS_QW, NEEDS_QB,
+            NEEDS_TABLES, D, R, START, L, P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC,
+            LANE_STRIDE, GATHER, MROPE, SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE,
             WHOLE_BLOCKS, BT,
         )  # fmt: skip
     elif HK > 0:
         row = walkers * Q_TILES * Q_COLUMNS + (first * K_TILES + tile - Q_TILES) * K_COLUMNS
         backward_stream(
-            GK, gk_b, gk_s, gk_h, K, k_b, k_s, 0, k_h, DK, dk_b, dk_s, 0, dk_h, KW, KB, COS, SIN, POSITIONS,
+            GK, gk_b, gk_s, gk_h, 0, 1.0, K, k_b, k_s, 0, k_h, DK, dk_b, dk_s, 0, dk_h, KW, KB, COS, SIN, POSITIONS,
             table_r, table_b, table_s, position_r, position_b, position_s, max_position,
             PARTIAL + row, DCOS, DSIN, first, walkers, blocks, blocks_per_sequence, S, (tile - Q_TILES) * BHK, HK, BHK,
-            0, HAS_KW, HAS_KB, PER_HEAD, HAS_X, NEEDS_DK, NEEDS_KW, NEEDS_KB, NEEDS_TABLES, D, R, START, L, P, ROTATE,
-            READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC, LANE_STRIDE, GATHER, MROPE, SECTION_T,
-            SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
+            0, 1, False, HAS_KW, HAS_KB, PER_HEAD, HAS_X, NEEDS_DK, NEEDS_KW, NEEDS_KB, NEEDS_TABLES, D, R, START, L,
+            P, ROTATE, READS_ADJACENT, WRITES_ADJACENT, CONJUGATE, PER_LANE, TABLE_VEC, LANE_STRIDE, GATHER, MROPE,
+            SECTION_T, SECTION_H, SECTION_W, NORM, HIDDEN, NORM_FIRST, EPS, ACC, VEC, WIDE, WHOLE_BLOCKS, BT,
         )  # fmt: skip
-
-
-@triton.jit
-def store_slice(OUT, total, column, BEGIN: tl.constexpr, SIZE: tl.constexpr):
-    """The columns [BEGIN, BEGIN + SIZE) of `total`, rounded to OUT's dtype."""
-    tl.store(OUT + (column - BEGIN), total.to(OUT.dtype.element_ty), mask=(column >= BEGIN) & (column < BEGIN + SIZE))
-
-
-@triton.jit(do_not_specialize=("q_rows", "k_rows"))
-def reduce_kernel(
-    PARTIAL,
-    QW,
-    QB,
-    KW,
-    KB,
-    q_rows,
-    k_rows,
-    QW_SIZE: tl.constexpr,
-    QB_SIZE: tl.constexpr,
-    KW_SIZE: tl.constexpr,
-    KB_SIZE: tl.constexpr,
-    ACC: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Sum the rows of PARTIAL, [q_rows, QW_SIZE + QB_SIZE] followed by [k_rows, KW_SIZE + KB_SIZE], in an order fixed
-    by ROWS, into the gradients of the parameters.
-
-    OVERLAPS (sm_90 and later): the kernel is set up while the backward still runs, and waits here for its end
-    (programmatic dependent launch)."""
-    Q: tl.constexpr = QW_SIZE + QB_SIZE
-    K: tl.constexpr = KW_SIZE + KB_SIZE
-    column = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    is_q = column < Q
-    rows = tl.where(is_q, q_rows, tl.where(column < Q + K, k_rows, 0))
-    corner = tl.where(is_q, column, q_rows * Q + column - Q)
-    width = tl.where(is_q, Q, K)
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-    total = tl.zeros([ROWS, COLS], ACC)
-    for start in range(0, max(q_rows, k_rows), ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        total += tl.load(PARTIAL + row * width[None, :] + corner[None, :], mask=row < rows[None, :], other=0)
-    result = tl.sum(total, 0)
-    if QW_SIZE > 0:
-        store_slice(QW, result, column, 0, QW_SIZE)
-    if QB_SIZE > 0:
-        store_slice(QB, result, column, QW_SIZE, QB_SIZE)
-    if KW_SIZE > 0:
-        store_slice(KW, result, column, Q, KW_SIZE)
-    if KB_SIZE > 0:
-        store_slice(KB, result, column, Q + KW_SIZE, KB_SIZE)
