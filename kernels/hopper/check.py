@@ -1,7 +1,7 @@
-"""`python -m fusion_pass.kernels.hopper.check [PATTERN]`: compile instances without a GPU and print, one JSON object
-a line, what they use.
+"""`python -m fusion_pass.kernels.hopper.check [PATTERN ...]`: compile instances without a GPU and print, one JSON
+object a line, what they use.
 
-The names are those of `INSTANCES`; PATTERN is a shell pattern over them (default: all). Compilation is cached, so
+The names are those of `INSTANCES`; a PATTERN is a shell pattern over them (default: all). Compilation is cached, so
 this also warms Triton's cache.
 """
 
@@ -61,7 +61,7 @@ def report(name: str) -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> None:
-    names = fnmatch.filter(INSTANCES, arguments[0] if arguments else "*")
+    names = [name for name in INSTANCES if any(fnmatch.fnmatch(name, pattern) for pattern in arguments or ["*"])]
     with ProcessPoolExecutor(max_workers=min(len(os.sched_getaffinity(0)), max(len(names), 1))) as pool:
         for line in pool.map(report, names):
             print(json.dumps(line), flush=True)
