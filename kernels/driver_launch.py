@@ -29,6 +29,7 @@ _MAP_BYTES = 128
 _MAP_OBJECT_BYTES = 256
 """Of Triton's object around a tensor map, which lies at its offset 128."""
 _NO_CONTEXT = 201
+_ZERO = ctypes.c_ubyte(0)
 _NUMBERS: dict[str, type[Any]] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
@@ -117,11 +118,11 @@ def _again(what: str, driver: _Driver, error: int, call: Callable[..., int], *ar
 class _Frame:
     """The parameters of one launch at a time."""
 
-    __slots__ = ("addresses", "config", "fixed", "parameters", "pointer")
+    __slots__ = ("addresses", "config", "config_at", "fixed", "parameters", "parameters_at")
 
     def __init__(self, config: _Config, fixed: Sequence[Any], addresses: int) -> None:
         self.config = _Config.from_buffer_copy(config)
-        self.pointer = ctypes.byref(self.config)
+        self.config_at = ctypes.c_void_p(ctypes.addressof(self.config))
         self.fixed = fixed  # kept alive: the parameters point to them
         self.addresses = (ctypes.c_uint64 * addresses)()
         places = iter(range(ctypes.addressof(self.addresses), ctypes.addressof(self.addresses) + 8 * addresses, 8))
@@ -129,6 +130,7 @@ class _Frame:
         for place, value in enumerate(fixed):
             if value is not _MAP:
                 self.parameters[place] = next(places) if value is ADDRESS else ctypes.addressof(value)
+        self.parameters_at = ctypes.c_void_p(ctypes.addressof(self.parameters))
 
 
 class DriverLaunch:
@@ -153,13 +155,13 @@ class DriverLaunch:
             frame = _Frame(self._config, self._fixed, self._addresses)
         frame.config.stream = stream
         frame.addresses[:] = addresses  # type: ignore[call-overload]
-        parameters = frame.parameters
         if maps:
+            parameters = frame.parameters
             for place, described in zip(self._map_places, maps, strict=True):
                 parameters[place] = id(described) + _MAP_BYTES
-        error = self._launch(frame.pointer, self._function, parameters, None)
+        error = self._launch(frame.config_at, self._function, frame.parameters_at, None)
         if error:
-            arguments = frame.pointer, self._function, parameters, None
+            arguments = frame.config_at, self._function, frame.parameters_at, None
             _again(f"to launch {self.name}", self._driver, error, self._launch, *arguments)
         self._frames.append(frame)
 
@@ -272,9 +274,9 @@ class Zeros:
     def here(self, addresses: Sequence[int]) -> None:
         """On the current stream of the current device."""
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._index))
-        arguments = ctypes.c_uint64(addresses[0]), ctypes.c_ubyte(0), self._bytes, stream
-        error = self._driver.fill(*arguments)
+        error = self._driver.fill(ctypes.c_uint64(addresses[0]), _ZERO, self._bytes, stream)
         if error:
+            arguments = ctypes.c_uint64(addresses[0]), _ZERO, self._bytes, stream
             _again("to fill memory", self._driver, error, self._driver.fill, *arguments)
 
 

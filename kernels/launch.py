@@ -38,6 +38,8 @@ from . import recording
 from .driver_launch import ADDRESS, driver_launch
 
 Grid = tuple[int, ...]
+_Run = Callable[[int, Sequence[int]], None]
+"""Launches on a stream, with these addresses."""
 
 _ALIGNMENT = 16
 _RUNTIME = knobs.runtime
@@ -60,12 +62,14 @@ class Launch:
     """A kernel with all its arguments but the addresses.
 
     The kernel's parameters stand in the order: pointers (`dtypes`, one each), numbers, compile-time arguments
-    (`constants`, by name). `device`: where the pointers point. Further keywords (`num_warps`, ...) are Triton's.
+    (`constants`, by name). `device`: where the pointers point. Further keywords (`num_warps`, ...) are Triton's; with
+    `launch_pdl=True` the kernel may start before the one before it ends, for which it must wait itself
+    (`griddepcontrol.wait`, Triton's `gdc_wait`) before it reads what that one wrote, or writes what that one reads.
     """
 
     __slots__ = (
-        "_aligned", "_constants", "_dtypes", "_grid", "_index", "_kernel", "_numbers", "_options", "_tail", "_variants",
-        "repeatable",
+        "_aligned", "_constants", "_dtypes", "_grid", "_index", "_kernel", "_numbers", "_options", "_stream_of",
+        "_tail", "_variants", "repeatable",
     )  # fmt: skip
 
     def __init__(
@@ -91,8 +95,9 @@ class Launch:
             )
         self._tail = (*self._numbers, *(self._constants[name] for name in names[runtime:]))
         # The compiled kernel where every pointer is aligned, and for other combinations.
-        self._aligned: Callable[..., None] | None = None
-        self._variants: dict[tuple[bool, ...], Callable[..., None]] = {}
+        self._aligned: _Run | None = None
+        self._variants: dict[tuple[bool, ...], _Run] = {}
+        self._stream_of: Callable[[int], int] = _no_stream
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch on the current stream of the device. `addresses`: one a pointer."""
@@ -113,7 +118,7 @@ class Launch:
         if run is None or _hooked(self._kernel):
             self._through_triton(addresses, aligned)
         else:
-            run(addresses)
+            run(self._stream_of(self._index), addresses)
 
     def on(self, tensors: Sequence[Tensor]) -> None:
         """`__call__` with the tensors' addresses. Triton's interpreter needs the tensors."""
@@ -126,9 +131,10 @@ class Launch:
     def _through_triton(self, addresses: Sequence[int], aligned: bool) -> None:
         pointers = map(Address, addresses, self._dtypes)
         compiled = self._kernel[self._grid](*pointers, *self._numbers, **self._constants, **self._options)
-        run = _direct_launch(compiled, self._grid, self._index, len(addresses), self._tail) if self.repeatable else None
+        run = _direct_launch(compiled, self._grid, len(addresses), self._tail) if self.repeatable else None
         if run is None:
             return
+        self._stream_of = driver.active.get_current_stream
         if aligned:
             self._aligned = run
         else:
@@ -189,11 +195,13 @@ def _mapped(change: Callable[[Any], Any], x: tuple[Any, ...]) -> tuple[Any, ...]
     return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
 
 
-def _direct_launch(
-    compiled: Any, grid: Grid, index: int, pointers: int, tail: Sequence[Any]
-) -> Callable[..., None] | None:
-    """A function that launches with the addresses it is given and `tail` after them, or None where this Triton's
-    launcher is another."""
+def _no_stream(index: int) -> int:
+    raise AssertionError("a launch that was not prepared goes through Triton")
+
+
+def _direct_launch(compiled: Any, grid: Grid, pointers: int, tail: Sequence[Any]) -> _Run | None:
+    """A function that launches on a stream, with the addresses it is given and `tail` after them, or None where this
+    Triton's launcher is another."""
     if driver.active.get_current_target().backend != "cuda":
         return None
     run = getattr(compiled, "run", None)
@@ -201,15 +209,11 @@ def _direct_launch(
     if run is None or function is None or metadata is None:
         return None
     x, y, z = (*grid, 1, 1)[:3]
-    current_stream = driver.active.get_current_stream
-    by_driver = driver_launch(compiled, grid, (*(ADDRESS,) * pointers, *tail))
-    if by_driver is not None:
-        return lambda addresses: by_driver(current_stream(index), addresses)
 
-    def launch(addresses: Sequence[int]) -> None:
-        run(x, y, z, current_stream(index), function, metadata, None, None, None, *addresses, *tail)
+    def launch(stream: int, addresses: Sequence[int]) -> None:
+        run(x, y, z, stream, function, metadata, None, None, None, *addresses, *tail)
 
-    return launch
+    return driver_launch(compiled, grid, (*(ADDRESS,) * pointers, *tail)) or launch
 
 
 def _hooked(kernel: Any) -> bool:

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .driver_launch import zeros
-from .replay import Allocation, Launchable, LaunchStep, OperationStep, Replay, Slot, Value
+from .replay import Replay
+from .replay_function import Allocation, Launchable, LaunchStep, OperationStep, Slot, Value
 
 _aten = torch.ops.aten
 _ALLOCATING = frozenset({
@@ -37,7 +38,7 @@ _FEW_BYTES = 4096
 _UNREPEATABLE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _ALIGNMENT = 16
 _NULL = -1
-"""The place of a null pointer: see `Replay`."""
+"""The place of a null pointer: see `Slot`."""
 
 _current = threading.local()
 
@@ -219,11 +220,12 @@ class Recording(TorchDispatchMode):
             new = [place for place in step.outputs if place not in slots]
             if new and len(new) < len(step.outputs):
                 return None
-            steps.append(OperationStep(step.function, *self._templates(step, slots), bool(new)))
+            steps.append(OperationStep(step.function, *self._templates(step, slots), len(new)))
             for place in new:
                 slots[place] = filled
                 filled += 1
-        return Replay(len(self._arguments), allocations, steps, [slots[place] for place in results], aligned=True)
+        numbers = [slots[place] for place in results]
+        return Replay.from_steps(self._arguments, allocations, steps, numbers, aligned=True)
 
     def _transposed(self, results: Sequence[int], kept: Sequence[int]) -> dict[int, int]:
         """Allocations that are used as one view of all their elements, the result, and by address: they are made in the

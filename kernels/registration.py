@@ -33,6 +33,7 @@ _KEPT_REPLAYS = 4096
 _RECENT = 4
 """Calls of the same options and other shapes that are compared with a call before its key is made."""
 _operators: list[Operator] = []
+_is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 _is_grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -114,13 +115,15 @@ class Operator:
         _operators.append(self)
 
     def __call__(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Any:
-        """As `torch.ops.fusion_pass.<name>(*tensors, **options)`; `values`: of all options, in the schema's order."""
-        if torch.compiler.is_compiling():
+        """As `torch.ops.fusion_pass.<name>(*tensors, **options)`. `tensors`: one for each positional argument, or None;
+        `values`: of all options, in the schema's order."""
+        if _is_compiling():
             return self.overload(*tensors, **dict(zip(self.defaults, values, strict=True)))
         recent = self._recall(tensors, values)
-        if recent is None:
+        result = NotImplemented if recent is None else self._repeat(recent, tensors)
+        if result is NotImplemented:
             return self._through_dispatcher(*tensors, **dict(zip(self.defaults, values, strict=True)))
-        return self._repeat(recent, tensors)
+        return result
 
     def _from_overload(self, *args: Any, **given: Any) -> Any:
         """`torch.ops.fusion_pass.<name>.default(*args, **given)`. Inductor gives optional tensors by name."""
@@ -129,37 +132,39 @@ class Operator:
             tensors = (*args, *map(given.get, self._names[count:]))
             recent = self._recall(tensors, self.values(given))
             if recent is not None:
-                return self._repeat(recent, tensors)
+                result = self._repeat(recent, tensors)
+                if result is not NotImplemented:
+                    return result
         return self._through_dispatcher(*args, **given)
 
     def _recall(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Recent | None:
-        """The same call as it was made before, if this one is made in plain eager mode."""
-        if not plain_mode():
+        """The same call as it was made before, if this one is made in plain eager mode (`plain_mode`, of which
+        `same_call` asks the rest)."""
+        if _dispatch_modes() or _function_modes() or _profiled():
             return None
-        key = (
-            values, registry.generation(), _is_grad_enabled(), self._state(), *[tensor is None for tensor in tensors],
-        )  # fmt: skip
-        present = [tensor for tensor in tensors if tensor is not None]
+        key = values, _is_grad_enabled(), self._state()
         recents = self._recent.get(key, ())
         for recent in recents:
-            if recent.same(*present):
-                return recent if recent.replay.takes(tensors) else None
-        if not all(type(tensor) in _PLAIN_TYPES for tensor in present):
+            if recent.same(*tensors):
+                return recent
+        if not plain(tensors):
             return None
         replay = self._replays.get(self._key(tensors, values))
-        if replay is None or not replay.takes(tensors):
+        if replay is None:
             return None
-        recent = Recent(same_call(present), replay, self._recorded(tensors, values, replay))
+        recent = Recent(same_call(tensors), replay, self._recorded(tensors, values, replay))
         if len(self._recent) >= _KEPT_REPLAYS:
             self._recent.clear()
         self._recent[key] = (recent, *recents[: _RECENT - 1])
         return recent
 
     def _repeat(self, recent: Recent, tensors: Sequence[Tensor | None]) -> Any:
-        if recent.recorded is None:
-            return self._returned(recent.replay(tensors))
-        assert self._apply is not None
-        return self._apply(recent.recorded, *tensors)
+        """The results; NotImplemented if the replay is not for these addresses."""
+        if recent.recorded is not None:
+            assert self._apply is not None
+            return self._apply(*recent.recorded.inputs(tensors))
+        results = recent.repeat(*tensors)
+        return NotImplemented if results is None else self._returned(results)
 
     def _recorded(
         self, args: Sequence[Tensor | None], values: tuple[Any, ...], way: DispatchKeySet | Replay
@@ -171,7 +176,7 @@ class Operator:
         return self.describe(args, values, way)
 
     def differentiate_by(self, function: type[torch.autograd.Function], describe: Callable[..., Recorded]) -> None:
-        """Set the gradient: `function` takes what `describe(args, values, way)` gives, and then the arguments."""
+        """Set the gradient: `function` takes the inputs of what `describe(args, values, way)` gives."""
         self.function, self.describe = function, describe
         # `Function.apply` looks for functorch's wrappers, which are not there in plain mode.
         self._apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
@@ -181,8 +186,10 @@ class Operator:
         args = self.padded(args)
         key = self._key(args, self.values(options))
         replay = self._replays.get(key)
-        if replay is not None and replay.takes(args):
-            return self._returned(replay(args))
+        if replay is not None:
+            repeated = replay(args)
+            if repeated is not None:
+                return self._returned(repeated)
         with torch._C._AutoDispatchBelowAutograd():
             planned = self._plan(*args, **options)
             results = planned.run()
@@ -203,21 +210,22 @@ class Operator:
         below = keyset & torch._C._after_autograd_keyset
         way: DispatchKeySet | Replay = below
         if below.highestPriorityTypeId() in _BACKENDS:
-            replay = self._replays.get(self._key(args, values))
-            way = replay if replay is not None and replay.takes(args) else below
+            way = self._replays.get(self._key(args, values), below)
         recorded = self._recorded(args, values, way)
         if recorded is not None:
             assert self.function is not None
-            return self.function.apply(recorded, *args)  # type: ignore[no-untyped-call]
+            return self.function.apply(*recorded.inputs(args))  # type: ignore[no-untyped-call]
         return self.run(way, values, args)
 
     def run(self, way: DispatchKeySet | Replay, values: tuple[Any, ...], args: Sequence[Tensor | None]) -> Any:
         """The results, without a recorded gradient. `way`: the replay of an earlier call, or the dispatch keys that are
         left."""
         if isinstance(way, Replay):
-            return self._returned(way(args))
+            results = way(args)
+            if results is not None:
+                return self._returned(results)
         options = dict(zip(self.defaults, values, strict=True))
-        if way.highestPriorityTypeId() in _BACKENDS:
+        if isinstance(way, Replay) or way.highestPriorityTypeId() in _BACKENDS:
             return self.forward(*args, **options)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload.redispatch(way, *args, **options)
@@ -239,11 +247,11 @@ class Operator:
         self._recent.clear()
 
     def _key(self, args: Sequence[Tensor | None], values: tuple[Any, ...]) -> Key:
-        return (registry.generation(), self._state(), call_key(args, values))
+        return self._state(), call_key(args, values)
 
-    def _returned(self, results: list[Tensor]) -> Any:
+    def _returned(self, results: Sequence[Tensor]) -> Any:
         if self._returns_list:
-            return results
+            return list(results)
         return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -251,6 +259,9 @@ def forget_replays() -> None:
     """Plan every call anew: for those who change what planning depends on (tile searches)."""
     for operator in _operators:
         operator.forget()
+
+
+registry.when_changed(forget_replays)
 
 
 def plain(args: Sequence[object]) -> bool:
@@ -266,28 +277,32 @@ def plain_mode() -> bool:
 
 
 class Recent:
-    """A call that may be made again. `same`: whether other tensors make it the same call."""
+    """A call that may be made again. `same`: whether other tensors make it the same call. `repeat`: see `Replay`."""
 
-    __slots__ = ("recorded", "replay", "same")
+    __slots__ = ("recorded", "repeat", "same")
 
     def __init__(self, same: Callable[..., bool], replay: Replay, recorded: Recorded | None) -> None:
-        self.same, self.replay, self.recorded = same, replay, recorded
+        self.same, self.repeat, self.recorded = same, replay.repeat, recorded
 
 
 class Recorded:
-    """What autograd records of all calls of one key: the same arguments need gradients, the same ones are saved."""
+    """What autograd records of all calls of one key: the same arguments need gradients, the same ones are saved.
 
-    __slots__ = ("backward_values", "mask", "run", "saved_from", "values")
+    `run`: the results, of the arguments. `needed`: positions of the arguments that need a gradient. `saved`: positions
+    of those that the backward is given, the others are None there.
+    """
+
+    __slots__ = ("backward_values", "needed", "run", "saved")
 
     def __init__(
-        self, run: Callable[..., Any], mask: tuple[bool, ...], backward_values: tuple[Any, ...], saved_from: int
+        self, run: Callable[..., Any], needed: Sequence[int], saved: Sequence[int], backward_values: tuple[Any, ...]
     ) -> None:
-        self.run = run
-        """The results, of the arguments."""
-        self.mask = mask
-        self.backward_values = backward_values
-        self.saved_from = saved_from
-        """The first argument that is saved; those before it are None in the backward."""
+        self.run, self.needed, self.saved, self.backward_values = run, needed, saved, backward_values
+
+    def inputs(self, args: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """Of the `Function`: autograd looks at every tensor that stands among them, so only those that need a gradient
+        do."""
+        return self, args, *[args[position] for position in self.needed]
 
 
 def register(
@@ -326,8 +341,10 @@ def _describer(operator: Operator, backward: Operator, rules: Differentiable) ->
             own[name] if index is None else values[index] for name, index in zip(backward.defaults, shared, strict=True)
         )
         linear = rules.linear(dict(zip(names, values, strict=True)), needed)
-        run = _runner(operator, way, values)
-        return Recorded(run, mask, backward_values, rules.inputs if linear else 0)
+        first_saved = rules.inputs if linear else 0
+        saved = [index for index, x in enumerate(args) if x is not None and index >= first_saved]
+        wanted = [index for index in rules.indices if needed[index]]
+        return Recorded(_runner(operator, way, values), wanted, saved, backward_values)
 
     return describe
 
@@ -341,30 +358,27 @@ def _differentiable(operator: Operator, backward: Operator, rules: Differentiabl
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, recorded: Recorded, *args: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-            results: Tensor | tuple[Tensor, ...] = recorded.run(args)
+        def forward(ctx: Any, recorded: Recorded, args: Sequence[Tensor | None], *_: Tensor) -> Any:
+            results = recorded.run(args)
             ctx.recorded = recorded
+            saved = [args[position] for position in recorded.saved]
             if rules.saves_results:
                 ctx.set_materialize_grads(False)
-                ctx.save_for_backward(*results, *args)
-            elif recorded.saved_from:
-                # See `Differentiable.linear`.
-                ctx.save_for_backward(*(None,) * recorded.saved_from, *args[recorded.saved_from :])
+                ctx.save_for_backward(*saved, *results)
             else:
-                ctx.save_for_backward(*args)
+                ctx.save_for_backward(*saved)
             return results
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             recorded, saved = ctx.recorded, ctx.saved_tensors
+            results = saved[len(recorded.saved) :]
+            args: list[Tensor | None] = [None] * count
+            for position, tensor in zip(recorded.saved, saved, strict=False):
+                args[position] = tensor
             if grads[0] is None:
-                grads = (torch.zeros_like(saved[0]), *grads[1:])
-            gradients = iter(backward((*grads, *saved), recorded.backward_values))
-            result: list[Tensor | None] = [None] * (1 + count)
-            for index, needed in zip(rules.indices, recorded.mask, strict=True):
-                if needed:
-                    result[index + 1] = next(gradients)
-            return tuple(result)
+                grads = (torch.zeros_like(results[0]), *grads[1:])
+            return None, None, *backward((*grads, *results, *args), recorded.backward_values)
 
     Function.__name__ = Function.__qualname__ = operator.name
     return Function
@@ -372,7 +386,8 @@ def _differentiable(operator: Operator, backward: Operator, rules: Differentiabl
 
 def _describe_run(operator: Operator) -> Callable[..., Recorded]:
     def describe(args: Sequence[Tensor | None], values: tuple[Any, ...], way: DispatchKeySet | Replay) -> Recorded:
-        return Recorded(_runner(operator, way, values), (), (), 0)
+        needed = [index for index, x in enumerate(args) if x is not None and x.requires_grad]
+        return Recorded(_runner(operator, way, values), needed, (), ())
 
     return describe
 
@@ -380,7 +395,7 @@ def _describe_run(operator: Operator) -> Callable[..., Recorded]:
 def _not_differentiable(operator: Operator, name: str) -> type[torch.autograd.Function]:
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, recorded: Recorded, *args: Tensor | None) -> Any:
+        def forward(ctx: Any, recorded: Recorded, args: Sequence[Tensor | None], *_: Tensor) -> Any:
             return tuple(recorded.run(args))
 
         @staticmethod

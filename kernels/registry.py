@@ -83,13 +83,12 @@ class Choice:
 
 _kernels: list[Kernel] = []
 _discovered = False
-_generation = 0
+_watchers: list[Callable[[], None]] = []
 
 
-def generation() -> int:
-    """Changes whenever a kernel is registered: a choice made earlier may not be the choice now."""
-    _discover()
-    return _generation
+def when_changed(watcher: Callable[[], None]) -> None:
+    """Call `watcher` whenever a kernel was registered: a choice made earlier may not be the choice now."""
+    _watchers.append(watcher)
 
 
 def register(kernel: Kernel) -> None:
@@ -102,10 +101,10 @@ def register(kernel: Kernel) -> None:
 def _insert(kernel: Kernel) -> None:
     if any(k.name == kernel.name and k.ops & kernel.ops for k in _kernels):
         raise ValueError(f"kernel {kernel.name!r} is registered already for {sorted(kernel.ops)}; choose another name.")
-    global _generation
-    _generation += 1
     _kernels.insert(0, kernel)
     _kernels.sort(key=lambda k: ORDER.index(k.name) if k.name in ORDER else -1)
+    for watcher in _watchers:
+        watcher()
 
 
 def _discover() -> None:

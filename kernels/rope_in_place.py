@@ -97,11 +97,11 @@ class _InPlaceOperator(Operator):
     def _recall(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Recent | None:
         return None if _would_be_recorded(tensors) else super()._recall(tensors, values)
 
-    def _repeat(self, recent: Recent, tensors: Sequence[Tensor | None]) -> None:
+    def _repeat(self, recent: Recent, tensors: Sequence[Tensor | None]) -> Any:
         _count_write(tensors)
-        super()._repeat(recent, tensors)
+        return super()._repeat(recent, tensors)
 
-    def _returned(self, results: list[Tensor]) -> None:
+    def _returned(self, results: Sequence[Tensor]) -> None:
         return None
 
 

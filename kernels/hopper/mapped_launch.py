@@ -43,7 +43,8 @@ class MappedLaunch:
     """As `launch.Launch`: a repetition needs nothing but addresses."""
 
     __slots__ = (
-        "_before", "_by_driver", "_encoded", "_function", "_grid", "_index", "_kernel", "_maps", "_metadata", "_tail",
+        "_before", "_by_driver", "_encoded", "_function", "_grid", "_index", "_kernel", "_maps", "_metadata",
+        "_stream_of", "_tail", "_together",
     )  # fmt: skip
 
     def __init__(
@@ -54,8 +55,11 @@ class MappedLaunch:
         self._tail = (*numbers, template, template.num_warps)
         # By address: Triton's object around the map, then what is passed after it. The oldest first.
         self._encoded: tuple[dict[int, Sequence[Any]], ...] = tuple({} for _ in maps)
+        # By the addresses of all maps: the first part of each, which is all that the driver needs.
+        self._together: dict[tuple[int, ...], Sequence[Any]] = {}
+        self._stream_of: Callable[[int], int] | None = None
         self._function: Callable[..., None] | None = None
-        self._metadata: Sequence[Any] | None = None
+        self._metadata: Sequence[Any] = ()
         self._before: tuple[Any, ...] = ()
         self._by_driver: DriverLaunch | None = None
 
@@ -70,30 +74,27 @@ class MappedLaunch:
 
     def here(self, addresses: Sequence[int]) -> None:
         """`__call__` where the device is the current one already."""
-        mapped, pointers = addresses[: len(self._maps)], addresses[len(self._maps) :]
-        if self._metadata is None:
+        count = len(self._maps)
+        mapped, pointers = tuple(addresses[:count]), addresses[count:]
+        if self._stream_of is None:
             self._prepare(len(pointers))
+            self._stream_of = driver.active.get_current_stream
         runtime = knobs.runtime
         if self._function is None or _watched(runtime.launch_enter_hook) or _watched(runtime.launch_exit_hook):
             described = (m.at(Address(address, m.dtype)) for m, address in zip(self._maps, mapped, strict=True))
             self._kernel[self._grid](*described, *pointers, *self._tail)
             return
-        maps = [
-            kept.get(address) or self._encode(which, address)
-            for which, (kept, address) in enumerate(zip(self._encoded, mapped, strict=True))
-        ]
-        stream = driver.active.get_current_stream(self._index)
+        stream = self._stream_of(self._index)
         if self._by_driver is not None:
-            self._by_driver(stream, pointers, [encoded[0] for encoded in maps])
+            self._by_driver(stream, pointers, self._together.get(mapped) or self._gather(mapped))
         else:
-            arguments = [argument for encoded in maps for argument in encoded]
+            arguments = [argument for encoded in self._encode(mapped) for argument in encoded]
             self._function(*self._grid, stream, *self._before, *arguments, *pointers, *self._tail)
 
     def _prepare(self, pointers: int) -> None:
         """Find the function behind Triton's launcher, as Triton 3.6 builds it: a closure that encodes the maps and
         calls a `launch` that was compiled for the kernel's signature."""
         run = self._kernel.run
-        self._metadata = ()
         if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != _FORMAT or not inspect.isfunction(run.launch):
             return
         found = inspect.getclosurevars(run.launch).nonlocals
@@ -111,14 +112,28 @@ class MappedLaunch:
             arguments = *shapes, *(ADDRESS,) * pointers, *self._tail
             self._by_driver = driver_launch(self._kernel, self._grid, arguments, getattr(nvidia, "PyCUtensorMap", None))
 
-    def _encode(self, which: int, address: int) -> Sequence[Any]:
-        assert self._metadata is not None
-        kept, tensor_map = self._encoded[which], self._maps[which]
-        if len(kept) >= _KEPT_ADDRESSES:
-            kept.pop(next(iter(kept)), None)
-        described = tensor_map.at(Address(address, tensor_map.dtype))
-        kept[address] = encoded = tuple(nvidia.make_tensordesc_arg(described, self._metadata[which]))
-        return encoded
+    def _gather(self, mapped: tuple[int, ...]) -> Sequence[Any]:
+        maps = [encoded[0] for encoded in self._encode(mapped)]
+        _make_room(self._together)
+        self._together[mapped] = maps
+        return maps
+
+    def _encode(self, mapped: Sequence[int]) -> list[Sequence[Any]]:
+        """The maps at these addresses."""
+        found = []
+        for kept, address, tensor_map, metadata in zip(self._encoded, mapped, self._maps, self._metadata, strict=True):
+            if address not in kept:
+                _make_room(kept)
+                described = tensor_map.at(Address(address, tensor_map.dtype))
+                kept[address] = tuple(nvidia.make_tensordesc_arg(described, metadata))
+            found.append(kept[address])
+        return found
+
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    """For one more: the oldest goes."""
+    if len(kept) >= _KEPT_ADDRESSES:
+        kept.pop(next(iter(kept)), None)
 
 
 def _watched(hook: Any) -> bool:

@@ -50,11 +50,26 @@ def test_what_counts(other: Callable[[], Tensor]) -> None:
     assert same_call([torch.zeros(2, 3, requires_grad=True)])(torch.zeros(2, 3, requires_grad=True))
 
 
-def test_the_guards_see_transforms_and_inference_tensors(way: str) -> None:
-    if way == "python":
-        pytest.skip("`registration.plain_mode` is asked before")
-    same = same_call([torch.zeros(3)])
-    assert torch.func.vmap(lambda row: torch.tensor(same(row)))(torch.zeros(2, 3)).tolist() == [False, False]
+def test_which_are_none() -> None:
+    x, y = torch.zeros(3), torch.zeros(4)
+    same = same_call([x, None, y, None])
+    assert same(torch.ones(3), None, torch.ones(4), None)
+    for other in ([x, y, None, None], [x, None, y, y], [x, None, None, None], [None, None, y, None], [x, y, y, None]):
+        assert not same(*other)
+
+
+def test_transforms_tracers_and_inference_tensors() -> None:
+    same, seen = same_call([torch.zeros(3)]), []
+
+    def look(row: Tensor) -> Tensor:
+        seen.extend([same(row), same(torch.zeros(3))])
+        return row * row
+
+    torch.func.vmap(look)(torch.zeros(2, 3))
+    torch.func.jvp(look, (torch.zeros(3),), (torch.ones(3),))
+    torch.func.functionalize(look)(torch.zeros(3))
+    torch.jit.trace(look, torch.zeros(3), check_trace=False)
+    assert seen == [False] * 8
     with torch.inference_mode():
         assert not same(torch.zeros(3))
 
