@@ -39,12 +39,21 @@ SHARED_MEMORY = 232448
 SPILLS = {
     # Registers spilled to local memory, bytes, by pattern; the first that matches counts. For head_dim 64 and 128
     # what is spilled is a scalar or two around the loop over tiles; docs/hopper.md says what has been tried. With
-    # segments it is also the branch that compares labels, which packed documents in order do not take; with bits what
-    # stands in the branch of the masked blocks.
-    "forward-64x64-bits*": 64,
-    "forward-128x128-bits-softcap": 200,
-    "forward-128x128-bits*": 160,
-    "forward-192x128-bits*": 64,
+    # segments it is also the branch that compares labels, which packed documents in order do not take; with bits and
+    # values what stands in the branches of the masked blocks.
+    "forward-64x64-values32*": 64,
+    "forward-128x128-values*-softcap": 700,
+    "forward-128x128-values*": 32,
+    "forward-192x128-values*-softcap": 640,
+    "forward-192x128-values*": 200,
+    "forward-256x256-values*": 360,
+    "backward-64x64-values*": 160,
+    "backward-128x128-values*-softcap": 900,
+    "backward-128x128-values*": 280,
+    "queries-*-values*-softcap": 720,
+    "queries-*-values*": 200,
+    "keys-*-values*": 96,
+    "forward-128x128-bits-softcap": 64,
     "forward-256x256-bits*": 200,
     "backward-64x64-bits-softcap": 200,
     "backward-64x64-bits*": 64,
