@@ -6,7 +6,7 @@
     wide_keys.py               the backward kernels above: dQ; dK and dV
     prepare.py                 the memory-bound kernels around the backward
     scores.py, rows*.py        masks as intervals of keys      barriers.py  named barriers
-    explicit*.py               masks as bits
+    explicit*.py, additive*.py masks as bits; as bits and numbers
     templates.py               tile sizes as data              gluon_api.py names that moved between Triton versions
     instances.py, build.py     signatures, compilation         assembler.py which ptxas
     descriptors.py, plans.py,
@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 
 import torch
 
@@ -85,12 +86,11 @@ def _additive(request: Request) -> str | None:
     if "sinks" in request.dtypes:
         return "sinks are given beside an additive mask; it takes one of them."
     batch, heads = ((1, 1, 1, 1) + request.shapes["mask"])[-4:-2]
-    lengths = request.shapes["q"][1], request.shapes["k"][1]
-    if batch is not None and heads is not None and lengths[0] is not None and lengths[1] is not None:
-        item = dtype.itemsize if dtype == request.dtypes["q"] else 4
-        copy = batch * heads * lengths[0] * lengths[1] * item
-        if copy > _LARGEST_COPY:
-            return f"it copies an additive mask, and this one would take {copy / 2**30:.1f} GiB; it takes up to 2."
+    of_segments = request.shapes.get("q_segment_ids", (1,))[0]
+    sizes = heads, request.shapes["q"][1], request.shapes["k"][1], max(batch or 1, of_segments or 1)
+    copy = (dtype.itemsize if dtype == request.dtypes["q"] else 4) * math.prod(size or 1 for size in sizes)
+    if copy > _LARGEST_COPY:
+        return f"it copies an additive mask, and this one would take {copy / 2**30:.1f} GiB; it takes up to 2."
     return None
 
 
