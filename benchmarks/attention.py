@@ -5,8 +5,8 @@
     python -m benchmarks.attention --portable   # our Triton kernels beside FlashAttention-2
     python -m benchmarks.attention --plot benchmarks/results/attention-CARD.json
 
-`ours` is `backend="hopper"`, with --portable `backend="triton"`. Baselines: PyTorch's default (on an H100 cuDNN), cuDNN,
-FlashAttention-2 (PyTorch's; --portable), our Triton kernels, FlexAttention (compiled; windows and documents), and
+`ours` is `backend="hopper"`, with --portable `backend="triton"`. Baselines: PyTorch's default (on an H100 cuDNN),
+cuDNN, FlashAttention-2 (PyTorch's; --portable), our Triton kernels, FlexAttention (compiled; windows, documents), and
 FlashAttention-4 where `flash-attn-4` is installed (`pip install flash-attn-4`; with
 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 its kernels are compiled side by side first).
 
@@ -49,8 +49,8 @@ LEAST_US = 3000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a call; `window`: keys before the diagonal that are seen; `documents`: equal ones, packed; `masked`:
-    causality is a mask with an entry for every query and key, and nothing says that it is causal."""
+    """Sizes of a call; `window`: keys before the diagonal that are seen; `documents`: equal ones, packed; `mask`:
+    causality is in a mask with an entry for every query and key, and nothing says that it is causal (`mask_of`)."""
 
     batch: int
     tokens: int
@@ -61,7 +61,7 @@ class Shape:
     v_head_dim: int = 0
     window: int = -1
     documents: int = 1
-    masked: bool = False
+    mask: str = ""
     deterministic: bool = False
     """Measure the reproducible backward too."""
     triton: bool = False
@@ -75,7 +75,7 @@ class Shape:
         dims = f"{self.head_dim}" if not self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
         more = f", window {self.window}" if self.window >= 0 else ""
         more += f", {self.documents} documents" if self.documents > 1 else ""
-        more += ", as a mask" if self.masked else ""
+        more += f", as a mask {self.mask}" if self.mask else ""
         return f"hd{dims} {kind} {self.batch} x {self.tokens} tokens, {heads} heads{more}"
 
     @property
@@ -95,6 +95,9 @@ class Shape:
         return 2 * self.batch * self.heads * self.pairs() * dims * (2.5 if backward else 1) / 1e12
 
 
+MASKS = ("of pairs", "by head", "that is added", "of slopes")
+
+
 def shapes(lengths: tuple[int, ...]) -> list[Shape]:
     """16k tokens, hidden size 2048, at every length; and single ones of other kinds."""
     square = [
@@ -109,7 +112,7 @@ def shapes(lengths: tuple[int, ...]) -> list[Shape]:
         Shape(1, 16384, 32, 8, 128, True, documents=8, triton=True),
         Shape(1, 16384, 32, 8, 128, True, window=1023, triton=True),
         *square,
-        Shape(4, 4096, 16, 16, 128, True, masked=True, triton=True),
+        *(Shape(4, 4096, 16, 16, 128, True, mask=mask, triton=True) for mask in MASKS),
         Shape(2, 8192, 64, 8, 128, True),
         Shape(1, 4096, 32, 1, 128, True),
         Shape(4, 4096, 16, 16, 192, True, v_head_dim=128),
@@ -141,8 +144,8 @@ def tensors(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def options_of(shape: Shape) -> dict[str, Any]:
     """Arguments of `attention`. Documents are segment ids, as the pass finds them in a packed batch."""
     options: dict[str, Any] = {"causal": "top_left" if shape.causal else "none", "window_left": shape.window}
-    if shape.masked:
-        options |= {"causal": "none", "mask": causal_mask(shape)}
+    if shape.mask:
+        options |= {"causal": "none", "mask": mask_of(shape)}
     if shape.documents > 1:
         length = shape.tokens // shape.documents
         options["q_segment_ids"] = torch.arange(shape.tokens, device="cuda").div(length, rounding_mode="floor")[None]
@@ -150,9 +153,21 @@ def options_of(shape: Shape) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=1)
-def causal_mask(shape: Shape) -> Tensor:
-    """[1, 1, S, S] booleans."""
-    return torch.ones(1, 1, shape.tokens, shape.tokens, dtype=torch.bool, device="cuda").tril()
+def mask_of(shape: Shape) -> Tensor:
+    """Causality of every pair: booleans, one for all heads or one a head; 0 and the least number, a batch's each; or
+    slopes that differ by head (ALiBi, arXiv 2108.12409) with -inf."""
+    token = torch.arange(shape.tokens, device="cuda")
+    seen = (token <= token[:, None])[None, None]
+    if shape.mask == "of pairs":
+        return seen
+    if shape.mask == "by head":
+        return seen.expand(1, shape.heads, -1, -1).contiguous()
+    if shape.mask == "that is added":
+        least = torch.finfo(torch.bfloat16).min
+        zeros = torch.zeros(shape.batch, 1, shape.tokens, shape.tokens, device="cuda", dtype=torch.bfloat16)
+        return zeros.masked_fill_(~seen, least)
+    slopes = 2.0 ** -(8 / shape.heads * torch.arange(1, shape.heads + 1, device="cuda"))
+    return (slopes[:, None, None] * (token - token[:, None])).bfloat16().masked_fill(~seen, float("-inf"))
 
 
 # ---------------------------------------------------------------------------------------------------- implementations
@@ -181,7 +196,7 @@ def implementations(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, 
             calls[name] = partial(_pytorch, shape, q, k, v, backend)
     else:
         calls["flex"] = _flex(shape, q, k, v)
-    if importlib.util.find_spec("flash_attn") is not None and shape.documents == 1 and not shape.masked:
+    if importlib.util.find_spec("flash_attn") is not None and shape.documents == 1 and not shape.mask:
         calls["flash-attn-4"] = partial(_flash_attention_4, shape, q, k, v)
     return calls
 
@@ -189,8 +204,8 @@ def implementations(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, 
 def _pytorch(shape: Shape, q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Tensor:
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     options: dict[str, Any] = {"is_causal": shape.causal, "enable_gqa": shape.heads != shape.kv_heads}
-    if shape.masked:
-        options |= {"is_causal": False, "attn_mask": causal_mask(shape)}
+    if shape.mask:
+        options |= {"is_causal": False, "attn_mask": mask_of(shape)}
     if backend is None:
         return scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
     with sdpa_kernel(backend):
