@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import forward_ad
 
 from . import registry
 from .replay import Key, Replay, call_key
@@ -140,7 +141,7 @@ class Operator:
     def _recall(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Recent | None:
         """The same call as it was made before, if this one is made in plain eager mode (`plain_mode`, of which
         `same_call` asks the rest)."""
-        if _dispatch_modes() or _function_modes() or _profiled():
+        if _dispatch_modes() or _function_modes() or _profiled() or forward_ad._current_level >= 0:
             return None
         key = values, _is_grad_enabled(), self._state()
         recents = self._recent.get(key, ())
@@ -207,6 +208,10 @@ class Operator:
     def autograd(self, keyset: DispatchKeySet, *args: Tensor | None, **options: Any) -> Any:
         """The kernel of the autograd keys."""
         args, values = self.padded(args), self.values(options)
+        if has_tangent(args):
+            raise NotImplementedError(
+                f"fusion_pass::{self.name} has no forward-mode derivative (jvp); leave this site unfused."
+            )
         below = keyset & torch._C._after_autograd_keyset
         way: DispatchKeySet | Replay = below
         if below.highestPriorityTypeId() in _BACKENDS:
@@ -272,8 +277,20 @@ def plain(args: Sequence[object]) -> bool:
 def plain_mode() -> bool:
     """Nobody traces, transforms, overrides or profiles calls."""
     return not (
-        _dispatch_modes() or _function_modes() or _functorch_transforms() or _profiled() or _torchscript_tracing()
+        _dispatch_modes()
+        or _function_modes()
+        or _functorch_transforms()
+        or _profiled()
+        or _torchscript_tracing()
+        or forward_ad._current_level >= 0
     )
+
+
+def has_tangent(args: Sequence[Tensor | None]) -> bool:
+    """A forward-mode derivative is asked for (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in args)
 
 
 class Recent:

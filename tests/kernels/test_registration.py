@@ -67,3 +67,20 @@ def test_exported(inputs: list[Tensor], strict: bool) -> None:
     graph = torch.export.export(Model(), tuple(inputs), strict=strict).graph
     found = {node.target for node in graph.nodes if "fusion_pass" in str(node.target)}
     assert found == {getattr(torch.ops.fusion_pass, name).default for name in OPERATORS}
+
+
+def test_forward_mode_is_refused(inputs: list[Tensor]) -> None:
+    """It would give a tangent of zeros."""
+    q, k, _, table, weight = (x.detach() for x in inputs)
+
+    def call(q: Tensor) -> Tensor:
+        return qk_norm_rope(q, k, table, table, None, weight, weight, **NORM)[0]
+
+    for _ in range(2):  # so that there is a call to repeat
+        call(q)
+    with pytest.raises(NotImplementedError, match="fusion_pass::qk_norm_rope has no forward-mode derivative"):
+        torch.func.jvp(call, (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        call(q)
+        with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+            call(torch.autograd.forward_ad.make_dual(q, q))
