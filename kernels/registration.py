@@ -290,7 +290,8 @@ def has_tangent(args: Sequence[Tensor | None]) -> bool:
     """A forward-mode derivative is asked for (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
     if forward_ad._current_level < 0:
         return False
-    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in args)
+    duals = (forward_ad.unpack_dual(x) for x in args if x is not None)  # type: ignore[no-untyped-call]
+    return any(dual.tangent is not None for dual in duals)
 
 
 class Recent:
