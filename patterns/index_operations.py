@@ -118,8 +118,6 @@ def operator(*names: str) -> Callable[[_Operator], _Operator]:
 
 @operator("arange")
 def _arange(reader: Reader, node: fx.Node, *bounds: Any, **kwargs: Any) -> Element:
-    if tensor_of(node).dtype not in INTEGERS:
-        raise Unreadable("positions that are not integers")
     named = [kwargs[name] for name in ("start", "end", "step") if name in kwargs]
     values = [*bounds, *named]
     start = size_of(values[0]) if len(values) > 1 else 0

@@ -158,8 +158,6 @@ class _Values:
         p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train", True))
         check_no_dropout(p if training is not False else 0.0)
-        if node.kwargs.get("inplace") or node.args[3:4] == (True,):
-            raise Refused(f"The dropout {node.name!r} is done in place.")
 
     def _values(self, weights: fx.Node, product: fx.Node) -> tuple[Heads, tuple[int, ...]]:
         name, rank = operation(product), scores_rank(weights)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from functools import lru_cache
@@ -145,10 +146,9 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes)
     if node.op not in ("call_function", "call_method"):
         return []
-    kwargs = node.kwargs
-    if "out" not in kwargs and "inplace" not in kwargs and _writes_nothing(node.op, node.target):
+    out, inplace = _given(node, "out"), _given(node, "inplace")
+    if out is None and inplace is None and _writes_nothing(node.op, node.target):
         return []
-    out = kwargs.get("out")
     written = (
         []
         if out is None
@@ -159,10 +159,27 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return written + _written_by_schema(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return [] if target._name in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
-    if _writes_first(node.op, target) or kwargs.get("inplace") is True:
-        first = node.args[0] if node.args else kwargs.get("input", kwargs.get("self"))
+    if _writes_first(node.op, target) or inplace not in (None, False):
+        first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
         written += [first] if isinstance(first, fx.Node) else list(node.all_input_nodes)
     return written
+
+
+def _given(node: fx.Node, name: str) -> Any:
+    """The argument `name` of a call, which a function of Python takes by position too: `F.relu(x, True)`."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    position = _position(node.target, name) if len(node.args) > 1 and node.op == "call_function" else None
+    return node.args[position] if position is not None and position < len(node.args) else None
+
+
+@lru_cache(maxsize=8192)
+def _position(target: Any, name: str) -> int | None:
+    """Where the Python function `target` takes the argument `name`; others take it by name alone."""
+    if not inspect.isfunction(target):
+        return None
+    names = list(inspect.signature(target).parameters)
+    return names.index(name) if name in names else None
 
 
 @lru_cache(maxsize=8192)

@@ -186,9 +186,11 @@ def test_mask_beside_is_causal_is_refused() -> None:
     [
         ("is_causal", "is_causal is known only at run time."),
         ("scale", "The scale at_run_time is known only at run time."),
+        ("dropout_p", "The dropout probability of the attention is known only at run time."),
+        ("another", "The call 'scaled_dot_product_attention' has arguments that are not known: ['another']."),
     ],
 )
-def test_argument_known_only_at_run_time_is_refused(argument: str, reason: str) -> None:
+def test_argument_that_is_not_known_is_refused(argument: str, reason: str) -> None:
     """Dynamo breaks the graph before such a call; other tracers pass the input on."""
     module, _ = graphs.captured(lambda q, k, v: sdpa(q, k, v, is_causal=True, scale=0.5), *qkv())
     (call,) = (node for node in module.graph.nodes if node.op == "call_function")
@@ -203,13 +205,40 @@ def test_broadcast_batch_is_refused() -> None:
     assert "batch sizes" in refused(lambda q, k, v: sdpa(q, k, v), q, k[:1], v[:1])
 
 
-def test_key_written_before_the_result_is_moved() -> None:
+def test_keys_without_values_are_refused() -> None:
+    """PyTorch does not check: it reads past the end of the values."""
+    q, k, v = qkv()
+    assert refused(lambda q, k, v: sdpa(q, k, v), q, k, v[:, :, :-1]) == "There are 7 keys and 6 values."
+
+
+def test_mask_written_before_the_result_is_moved() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        mask = mask.clone()
+        out = sdpa(q, k, v, mask)
+        mask.fill_(0.0)
+        return out.transpose(1, 2).contiguous() + mask.sum()
+
+    reason = refused(model, *qkv(), torch.randn(S, S))
+    assert reason == "The mask 'mask' is overwritten before the attention is finished."
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "method": lambda x: x.mul_(2.0),
+    "inplace by name": lambda x: F.relu(x, inplace=True),
+    "inplace by position": lambda x: F.relu(x, True),
+    "out by name": lambda x: torch.sin(x, out=x),
+    "out by position": lambda x: F.normalize(x, 2.0, -1, 1e-9, x),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_key_written_before_the_result_is_moved(write: str) -> None:
     """The call stands where the result is transposed; the key has changed by then."""
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k = k.clone()
         out = sdpa(q, k, v)
-        k.mul_(2.0)
+        WRITES[write](k)
         return out.transpose(1, 2).contiguous() + k.sum()
 
     assert "is overwritten by" in refused(model, *qkv())

@@ -386,7 +386,57 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         "stands between the scores",
     ),
     "part of the scores written": (lambda q, k, v: _first_column_zero(q @ k.mT).softmax(-1) @ v, "written in place"),
+    "weights written": (
+        lambda q, k, v: _first_column_zero((q @ k.mT).softmax(-1)) @ v,
+        "The attention weights 'softmax' are written in place.",
+    ),
+    "weights dropped in place": (
+        lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.0, True, True) @ v,
+        "The attention weights 'softmax' are written in place.",
+    ),
+    "column of the sinks kept": (
+        lambda q, k, v: torch.cat([q @ k.mT, _column_of_sinks()], -1).softmax(-1) @ torch.cat([v, v[:, :, :1]], 2),
+        "The column of the sinks is not cut off",
+    ),
+    "a wider query": (
+        lambda q, k, v: (q @ k.mT).softmax(-1).bfloat16() @ v.bfloat16(),
+        "is torch.float32 and the result of the attention torch.bfloat16; the operator takes one.",
+    ),
+    "two masks of data": (
+        lambda q, k, v: (q @ k.mT + k.sum(-1)[:, :, None] + q.sum(-1)[..., None]).softmax(-1) @ v,
+        "The scores have two masks of data, ",
+    ),
+    "a mask of data scaled with the scores": (
+        lambda q, k, v: ((q @ k.mT + k.sum(-1)[:, :, None]) * 2.0).softmax(-1) @ v,
+        "The scores are scaled after 'getitem', whose values are data, was added to them.",
+    ),
+    "a mask of data beside one that is no bound": (
+        lambda q, k, v: (
+            ((s := q @ k.mT).masked_fill(_every_other(s), -math.inf) + k.sum(-1)[:, :, None]).softmax(-1) @ v
+        ),
+        "The scores have two masks that cannot be proved, ",
+    ),
+    "two masks that no tensor holds together": (
+        lambda q, k, v: (
+            (s := q @ k.mT)
+            .masked_fill(_every_other(s), -math.inf)
+            .masked_fill(_every_other(s).mT, -math.inf)
+            .softmax(-1)
+            @ v
+        ),
+        "No single tensor of the graph holds what the masks ",
+    ),
 }
+
+
+def _every_other(scores: Tensor) -> Tensor:
+    """Hides the keys after the middle of a row's past."""
+    place = torch.arange(scores.shape[-1])
+    return 2 * place[None, :] > place[:, None] + 5
+
+
+def _column_of_sinks() -> Tensor:
+    return SINKS.reshape(1, -1, 1, 1).expand(B, -1, S, -1)
 
 
 def _first_column_zero(scores: Tensor) -> Tensor:

@@ -1,0 +1,67 @@
+"""Masks computed by what the reader of positions does not model: they stay data, and the numbers stay the model's.
+
+Each was chosen so that the obvious reading of it is wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_mask_forms import Mask, S, columns, proved, rows, with_data
+from torch import Tensor
+
+
+def gathered_at_two_places(q: Tensor, k: Tensor) -> Tensor:
+    """`table[n, j, n]` is j."""
+    places = torch.arange(S)
+    return places[None, :, None].expand(S, S, S)[places, :, places] <= rows(q)
+
+
+def transposed_in_place(q: Tensor, k: Tensor) -> Tensor:
+    keep = columns(k) <= rows(q)
+    keep.t_()
+    return keep
+
+
+NOT_READ: dict[str, Mask] = {
+    "bits of another dtype": lambda q, k: torch.ones(S, S, dtype=torch.long).view(torch.float64) <= 0.5,
+    "positions in floating point": lambda q, k: torch.arange(S, dtype=torch.float32)[None, :] <= rows(q),
+    "a split axis": lambda q, k: torch.arange(S * S).view(S, S) % 4 <= rows(q),
+    "repeated": lambda q, k: torch.arange(3).repeat(3)[None, :] <= rows(q),
+    "gathers at two places": gathered_at_two_places,
+    "an index from the end": lambda q, k: torch.arange(S)[torch.arange(S) - 1][None, :] <= rows(q),
+    "a product of two": lambda q, k: rows(q) * columns(k) <= 4,
+    "alpha": lambda q, k: torch.sub(columns(k), rows(q), alpha=2) <= 0,
+    "a quotient towards zero": lambda q, k: (
+        columns(k) <= rows(q) + torch.div(torch.full((1,), -3), 2, rounding_mode="trunc")
+    ),
+    "a quotient of a fraction": lambda q, k: columns(k) + torch.full((1, 1), 3.5) // 2 <= rows(q),
+    "a negative divisor": lambda q, k: columns(k) // -3 >= rows(q) // -3,
+    "bits of a number": lambda q, k: (columns(k) & 1) <= rows(q),
+    "second differences": lambda q, k: columns(k) + torch.diff(torch.arange(S + 2), n=2)[None, :] <= rows(q),
+    "differences after two elements": lambda q, k: (
+        columns(k) + torch.diff(torch.arange(S - 1), prepend=torch.zeros(2, dtype=torch.long))[None, :] <= rows(q)
+    ),
+    "transposed in place": transposed_in_place,
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_stays_a_mask(name: str) -> None:
+    assert set(proved(NOT_READ[name])) == {"mask"}
+
+
+def test_an_index_of_unknown_sign() -> None:
+    """Queries less keys: from the end, where there are more keys."""
+    mask: Mask = lambda q, k: columns(k) <= rows(q) + torch.arange(k.shape[2])[q.shape[2] - k.shape[2]]  # noqa: E731
+    assert set(proved(mask, queries=S - 4, dynamic=True)) == {"mask"}
+
+
+def test_numbers_cut_to_32_bits_are_other_numbers() -> None:
+    ids = torch.tensor([[0, 0, 0, 2**32, 2**32, 2**32, 1, 1, 1]]).expand(2, -1).contiguous()
+
+    def mask(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
+        cut = ids.int()
+        return (cut[:, :, None] == cut[:, None, :])[:, None]
+
+    assert with_data(mask, ids) == {"q_segment_ids": "cut"}
