@@ -172,7 +172,11 @@ def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> 
         _check_dtype(heads, reader, dtype)
         _check_unwritten(effects, heads.node, heads.folded[-1] if heads.folded else reader, anchor)
     if attention.sinks is not None:
-        _check_unwritten(effects, attention.sinks.node, attention.result, anchor)
+        sinks = attention.sinks.node
+        first_reader = min(
+            sinks.users, key=effects.order.__getitem__
+        )  # a copy, perhaps: what the scores are joined with
+        _check_unwritten(effects, sinks, first_reader, anchor)
     seen = prove(index_reader, attention.masks, frame, anchor)
     if attention.is_causal:
         seen = replace(seen, causal="top_left")

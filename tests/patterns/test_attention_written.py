@@ -460,6 +460,24 @@ def test_query_overwritten_before_the_end_is_refused() -> None:
     assert "is overwritten by" in refused(model, *qkv())
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_sinks_overwritten_before_the_end_are_refused(copied: bool) -> None:
+    """After they were joined to the scores, or copied for that, but before the softmax."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        sinks = sinks.clone()
+        if copied:
+            column = sinks.reshape(1, -1, 1, 1).to(torch.float32, copy=True)
+            sinks.mul_(2.0)
+            joined = torch.cat([q @ k.mT, column.expand(B, -1, S, -1)], dim=-1)
+        else:
+            joined = torch.cat([q @ k.mT, sinks.reshape(1, -1, 1, 1).expand(B, -1, S, -1)], dim=-1)
+            sinks.mul_(2.0)
+        return joined.softmax(-1)[..., :-1] @ v + sinks.sum()
+
+    assert "'sinks', which the attention reads, is overwritten by 'mul_'" in refused(model, *qkv(), SINKS)
+
+
 def test_key_overwritten_after_it_was_repeated() -> None:
     """The repeat is a copy, so the key may not be read in its stead."""
 

@@ -23,6 +23,12 @@ def transposed_in_place(q: Tensor, k: Tensor) -> Tensor:
     return keep
 
 
+def written_through_a_view(q: Tensor, k: Tensor) -> Tensor:
+    keep = columns(k) <= rows(q)
+    keep[1].fill_(True)
+    return keep
+
+
 NOT_READ: dict[str, Mask] = {
     "bits of another dtype": lambda q, k: torch.ones(S, S, dtype=torch.long).view(torch.float64) <= 0.5,
     "positions in floating point": lambda q, k: torch.arange(S, dtype=torch.float32)[None, :] <= rows(q),
@@ -43,6 +49,7 @@ NOT_READ: dict[str, Mask] = {
         columns(k) + torch.diff(torch.arange(S - 1), prepend=torch.zeros(2, dtype=torch.long))[None, :] <= rows(q)
     ),
     "transposed in place": transposed_in_place,
+    "written through a view": written_through_a_view,
 }
 
 
