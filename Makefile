@@ -5,8 +5,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --quiet --no-input --disable-pip-version-check
-# Two workers help on two cores; `make test PYTEST="-n 0 -k mrope"` passes what you like.
-# A worker that is done takes tests from the other one.
+# Two workers for two cores; a worker that is done takes tests from the other one. `make test PYTEST="-n 0 -k mrope"`
+# passes what you like.
 PYTEST ?= -n 2 --dist worksteal
 
 # Where it is set, every process compiles the modules of PyTorch and transformers that it imports again: six seconds and
