@@ -195,3 +195,20 @@ def test_table_written_before_the_call():
     module, args = capture(Changed(given_tables=True), *inputs())
     sites, _ = find(module)
     assert not [s for s in sites if len(s.outputs) == 2]
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_second_reader_of_a_packed_part(read):
+    """One call for the whole projection makes the views of it redundant; if another reads one of them, q and k are
+    passed as they are."""
+
+    def model(x, weight, q_weight, k_weight, c, s):
+        q, k, v = (x @ weight).view(2, S, 3 * H, D).split(H, dim=2)
+        q_out, k_out = (halves(rms(x, w), c, s).transpose(1, 2) for x, w in ((q, q_weight), (k, k_weight)))
+        return q_out, k_out, v.transpose(1, 2), q.sum() if read else None
+
+    norms = [torch.rand(D, requires_grad=True) for _ in range(2)]
+    angle = torch.randn(1, S, 1, HALF).repeat(1, 1, 1, 2)
+    weight = torch.randn(32, 3 * H * D, requires_grad=True)
+    found = sites_of(model, torch.randn(2, S, 32), weight, *norms, angle.cos(), angle.sin())
+    assert [site.fusion for site in found] == ["qk_norm_rope" if read else "qkv_norm_rope"]
