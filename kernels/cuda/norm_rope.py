@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -30,13 +30,13 @@ from .instance import (
 from .launch import Arguments, Launch
 from .parameters import KINDS, ParameterGradient, Parameters
 from .site import Site
-from .tiles import TABLE_GRADIENT_WARPS, Tile, backward_tile, forward_tile
+from .tiles import TABLE_GRADIENT_WARPS, backward_tile, forward_tile
 
 COUNTS_POSITIONS = True
 WRITES_IN_PLACE = True
 
-# As in source/reduce.cuh and source/streams.cuh.
-_REDUCE_COLUMNS, _REDUCE_THREADS = 8, 256
+# As in source/sums.cuh and source/streams.cuh.
+_SUM_COLUMNS, _SUM_THREADS = 8, 256
 _VECTORS_A_THREAD = 4
 
 
@@ -115,7 +115,7 @@ def forward_work(streams: Sequence[Stream], tables: Tables | None, options: Opti
     arguments.integers(blocks)
     site.write_size(arguments)
     arguments.real(options.eps or 0.0)
-    grid = blocks + _moving_blocks(site, slots, tile)
+    grid = blocks + _moving_blocks(site, slots, tile.warps)
     return Work(Launch(instance, grid, 32 * tile.warps, arguments, q.x.device), arguments.tensors)
 
 
@@ -201,6 +201,9 @@ class BackwardWork:
             "NEEDS_WEIGHT": "weight" in self._kinds,
             "NEEDS_BIAS": "bias" in self._kinds,
         }
+        if self._kinds:
+            # v is moved beside the sums, which would leave the card idle otherwise.
+            constants["V_HEADS"], copy = 0, None
         accesses = self._accesses()
         tile = backward_tile(constants, accesses, self._acc.itemsize)
         instance = Instance("backward", self._types, {**constants, **tile_constants(tile)}, accesses)
@@ -216,7 +219,8 @@ class BackwardWork:
         if self._kinds:
             columns = len(self._kinds) * sum(self._parameters.columns(i) for i in range(len(streams)))
             rows = blocks * tile.warps // groups if self._parameters.per_head else blocks
-            partial = torch.empty((rows, columns), dtype=self._acc, device=self._grads[0].device)
+            pitch = -(-columns // _SUM_COLUMNS) * _SUM_COLUMNS
+            partial = torch.empty((rows, pitch), dtype=self._acc, device=self._grads[0].device)
             self._scratch.append(partial)
         arguments = Arguments()
         moved, filled = (None, None) if copy is None else (copy.x, copy.out)
@@ -228,12 +232,13 @@ class BackwardWork:
         ):
             site.write_heads(arguments, tensor)
         self._write_rest(arguments, [partial], blocks)
-        grid = blocks + _moving_blocks(site, self._slots, tile)
+        grid = blocks + (0 if copy is None else _moving_blocks(site, self._slots, tile.warps))
         self._add(instance, grid, 32 * tile.warps, arguments)
         if partial is not None:
-            self._add_reduction(partial)
+            self._add_sums(partial, accesses)
 
-    def _add_reduction(self, partial: Tensor) -> None:
+    def _add_sums(self, partial: Tensor, accesses: Mapping[str, Access]) -> None:
+        """The rows of `partial`, added up; and `copy`, if there is one."""
         arguments = Arguments()
         arguments.address(partial)
         ends: list[int] = []
@@ -251,9 +256,19 @@ class BackwardWork:
         arguments.integers(*(ends + [ends[-1]] * 4)[:4])
         arguments.integers(*partial.shape)
         self._scratch += [g.target for g in self._parameter_gradients.values() if not g.direct]
-        types = {"Acc": ELEMENTS[self._acc], **self._parameters.types()}
-        instance = Instance("reduce", types, {})
-        self._add(instance, -(-ends[-1] // _REDUCE_COLUMNS), _REDUCE_THREADS, arguments, overlaps=True)
+        # Not by the read-only path: the kernel before this one may still write what this one will read.
+        constants: dict[str, Constant] = {"IN_PLACE": True}
+        instance = Instance("reduce", {"Acc": ELEMENTS[self._acc], **self._parameters.types()}, constants)
+        blocks = partial.shape[1] // _SUM_COLUMNS
+        if self._copy is not None:
+            self._site.write_heads(arguments, self._copy.x)
+            self._site.write_heads(arguments, self._copy.out)
+            self._site.write_size(arguments)
+            warps = _SUM_THREADS // 32
+            constants |= {**self._constants(), "WARPS": warps}
+            instance = Instance("reduce_and_move", self._types, constants, accesses)
+            blocks += _moving_blocks(self._site, self._slots, warps)
+        self._add(instance, blocks, _SUM_THREADS, arguments, overlaps=True)
 
     def _add_table_gradient(self) -> None:
         site, warps = self._site, TABLE_GRADIENT_WARPS
@@ -283,10 +298,10 @@ class BackwardWork:
         self.works.append(Work(launch, arguments.tensors))
 
 
-def _moving_blocks(site: Site, slots: dict[str, Constant], tile: Tile) -> int:
+def _moving_blocks(site: Site, slots: dict[str, Constant], warps: int) -> int:
     """Blocks that only move v."""
     vectors = site.tokens * site.heads[2] * site.head_dim // int(slots["PAIRS"])
-    return -(-vectors // (32 * tile.warps * _VECTORS_A_THREAD))
+    return -(-vectors // (32 * warps * _VECTORS_A_THREAD))
 
 
 def _padded(tensors: Sequence[Tensor | None], count: int) -> list[Tensor | None]:

@@ -3,10 +3,11 @@
 //   norm first:  n = R' g,   xhat = x r(x),      dw = sum n xhat,   db = sum n,   dx = norm'(n w)
 //   norm last:   z = R x,    xhat = z r(z),      dw = sum g xhat,   db = sum g,   dx = R' norm'(g w)
 //
-// The norm is recomputed from x, which is read anyway; nothing else was saved. dq, dk and dv go into one buffer in one
-// pass; v's share of it is only moved. A warp keeps one group of heads and walks over the tokens, so the sums of dw and db stay in its registers; at
-// the end a block adds its warps' sums in a fixed order and writes one row of `partial`, which reduce.cuh adds up. The
-// grid decides the order, and is the same from run to run: so are the bits.
+// The norm is recomputed from x, which is read anyway; nothing else was saved. A warp keeps one group of heads and walks
+// over the tokens, so the sums of dw and db stay in its registers; at the end a block adds its warps' sums in a fixed order
+// and writes one row of `partial`, which sums.cuh adds up. The grid decides the order, and is the same from run to run: so
+// are the bits. v's share of the gradient is only moved: beside the sums where there are some (reduce_and_move.cuh), else
+// by blocks of this launch.
 //
 // Traffic, with E the bytes of an element: 3 E (Hq + Hk) D + 2 E Hv D + 2 T bytes a token, T the bytes of its cos
 // (2 E (Hq + Hk) D where there is no norm: x is not read).
@@ -18,7 +19,7 @@ struct BackwardArguments {
   Heads q_grad, k_grad, v_grad, q, k, dq, dk, dv;
   Parameters parameters;
   Tables tables;
-  Acc* partial;  // [blocks, COLUMNS]; with one row a head in the parameters [slices, COLUMNS]
+  Acc* partial;  // [blocks, PITCH]; with one row a head in the parameters [slices, PITCH]
   long long blocks;  // of the heads; those after them move v
   long long tokens, sequence;
   double eps;
@@ -31,6 +32,7 @@ constexpr int SUMS = int(NEEDS_WEIGHT) + int(NEEDS_BIAS);
 constexpr int Q_COLUMNS = PER_HEAD ? Q_HEADS * HEAD_DIM : HEAD_DIM;
 constexpr int K_COLUMNS = K_HEADS == 0 ? 0 : PER_HEAD ? K_HEADS * HEAD_DIM : HEAD_DIM;
 constexpr int COLUMNS = SUMS * (Q_COLUMNS + K_COLUMNS);
+constexpr int PITCH = (COLUMNS + 7) / 8 * 8;  // of a row, which sums.cuh reads 16 bytes at a time
 
 __device__ __forceinline__ void accumulate(Tile& sum, const Tile& x, const Tile& y) {
 #pragma unroll
@@ -120,22 +122,26 @@ __device__ void block_sums(Acc* partial, int kind, const Tile& sum, const Lane& 
     const int stream = column / HEAD_DIM, parameter_lane = column % HEAD_DIM;
     const Holder holder(parameter_lane);
     const int chunk = holder.slot / THREADS_PER_HEAD;
-    const Acc* const held =
+    const Acc* held =
         lines + (chunk * 2 * PAIRS + holder.member * PAIRS + holder.i) * LINE + holder.slot % THREADS_PER_HEAD;
+    const int begin = stream == 0 ? 0 : Q_HEADS, end = stream == 0 ? Q_HEADS : HEADS;
+    int first_head = blockIdx.x * WARPS % GROUPS * HEADS_PER_WARP;
     Acc total = 0;
+    // Not unrolled: this runs once, and its code is fetched for that.
+#pragma unroll 1
+    for (int w = 0; w < WARPS; ++w, held += LINES * LINE) {
+      if (first_head < end && first_head + HEADS_PER_WARP > begin) {
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      const int first_head = (blockIdx.x * WARPS + w) % GROUPS * HEADS_PER_WARP;
-#pragma unroll
-      for (int h = 0; h < HEADS_PER_WARP; ++h) {
-        const int head = first_head + h;
-        const bool counts = stream == 0 ? head < Q_HEADS : head >= Q_HEADS && head < HEADS;
-        // A selection, not a branch: all of these loads are in flight at once.
-        const Acc value = held[w * LINES * LINE + h * THREADS_PER_HEAD];
-        total += counts ? value : Acc(0);
+        for (int h = 0; h < HEADS_PER_WARP; ++h) {
+          const int head = first_head + h;
+          // A selection, not a branch: all of these loads are in flight at once.
+          const Acc value = held[h * THREADS_PER_HEAD];
+          total += head >= begin && head < end ? value : Acc(0);
+        }
       }
+      first_head = first_head + HEADS_PER_WARP < GROUPS * HEADS_PER_WARP ? first_head + HEADS_PER_WARP : 0;
     }
-    partial[(long long)(blockIdx.x) * COLUMNS + stream * SUMS * HEAD_DIM + kind * HEAD_DIM + parameter_lane] = total;
+    partial[(long long)(blockIdx.x) * PITCH + stream * SUMS * HEAD_DIM + kind * HEAD_DIM + parameter_lane] = total;
   }
   __syncthreads();
 }
@@ -187,7 +193,7 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
   }
 
   if (SUMS > 0 && PER_HEAD) {
-    Acc* row = args.partial + (long long)(slice) * COLUMNS + (head.is_q ? 0 : SUMS * Q_COLUMNS);
+    Acc* row = args.partial + (long long)(slice) * PITCH + (head.is_q ? 0 : SUMS * Q_COLUMNS);
     const int columns = head.is_q ? Q_COLUMNS : K_COLUMNS;
     if (NEEDS_WEIGHT) scatter(row + head.of_stream * HEAD_DIM, dweight, lane, head.exists);
     if (NEEDS_BIAS) scatter(row + int(NEEDS_WEIGHT) * columns + head.of_stream * HEAD_DIM, dbias, lane, head.exists);

@@ -19,7 +19,7 @@ constexpr unsigned NAN_BITS = 0xffffffffu;
 // `active` is a predicate inside of the instruction, not a branch.
 
 #if IN_PLACE
-#define LOAD "ld.global"  // what this kernel writes may not be read through the read-only path
+#define LOAD "ld.global"  // what is written while this kernel is resident may not be read through the read-only path
 #else
 #define LOAD "ld.global.nc"
 #endif

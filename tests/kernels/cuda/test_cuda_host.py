@@ -162,6 +162,32 @@ def test_instances_do_not_depend_on_eps_or_tokens() -> None:
     assert len(sources) == 1
 
 
+# --- the launches of a backward ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        (Case("q and k", dtype=BF16), ["backward", "reduce"]),
+        (Case("packed", dtype=BF16, packing="blocked"), ["backward", "reduce_and_move"]),
+        (Case("packed, no weights", dtype=BF16, packing="blocked", affine="", options={"norm": "none"}), ["backward"]),
+    ],
+    ids=str,
+)
+def test_v_is_moved_beside_the_sums(case: Case, kernels: list[str]) -> None:
+    """Or by the only launch, where nothing is added up."""
+    launches = {work.launch.instance.kernel: work.launch for work in prepared(case)}  # type: ignore[attr-defined]
+    assert [name for name in launches if name not in ("forward", "table_gradient")] == kernels
+    moving = {name: bool(launches[name].instance.constants.get("V_HEADS")) for name in kernels}
+    assert moving == {name: case.packing is not None and name == kernels[-1] for name in kernels}
+
+
+def test_rows_of_sums_begin_at_multiples_of_32_bytes() -> None:
+    """The sums are read 16 bytes at a time, whatever head_dim is."""
+    reduce = by_kernel(Case("head_dim 6", head_dim=6, dtype=BF16))["reduce"]
+    assert reduce.tensors[0].shape[1] == 16  # of q and of k six columns each
+
+
 # --- the cache -----------------------------------------------------------------------------------------------------
 
 
