@@ -31,7 +31,7 @@ from .same_call import same_call
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _BACKENDS = frozenset({DispatchKey.CPU, DispatchKey.CUDA})
 _KEPT_REPLAYS = 4096
-_RECENT = 4
+_RECENT = 8
 """Calls of the same options and other shapes that are compared with a call before its key is made."""
 _operators: list[Operator] = []
 _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
@@ -95,7 +95,8 @@ class Operator:
         self._returns_list = returns_list
         self._state = state
         self._replays: dict[Key, Replay] = {}
-        self._recent: dict[Key, tuple[Recent, ...]] = {}
+        # By options and settings: the latest calls, each as what says whether another one is the same, and makes it.
+        self._recent: dict[Key, tuple[tuple[Callable[..., bool], Callable[..., Any]], ...]] = {}
         self.function: type[torch.autograd.Function] | None = None
         self.describe: Callable[..., Recorded] | None = None
         self._apply: Callable[..., Any] | None = None
@@ -120,8 +121,7 @@ class Operator:
         `values`: of all options, in the schema's order."""
         if _is_compiling():
             return self.overload(*tensors, **dict(zip(self.defaults, values, strict=True)))
-        recent = self._recall(tensors, values)
-        result = NotImplemented if recent is None else self._repeat(recent, tensors)
+        result = self._shortly(tensors, values)
         if result is NotImplemented:
             return self._through_dispatcher(*tensors, **dict(zip(self.defaults, values, strict=True)))
         return result
@@ -130,42 +130,46 @@ class Operator:
         """`torch.ops.fusion_pass.<name>.default(*args, **given)`. Inductor gives optional tensors by name."""
         count = len(args)
         if count < len(self._by_name) and given.keys() <= self._by_name[count]:
-            tensors = (*args, *map(given.get, self._names[count:]))
-            recent = self._recall(tensors, self.values(given))
-            if recent is not None:
-                result = self._repeat(recent, tensors)
-                if result is not NotImplemented:
-                    return result
+            result = self._shortly((*args, *map(given.get, self._names[count:])), self.values(given))
+            if result is not NotImplemented:
+                return result
         return self._through_dispatcher(*args, **given)
 
-    def _recall(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Recent | None:
-        """The same call as it was made before, if this one is made in plain eager mode (`plain_mode`, of which
-        `same_call` asks the rest)."""
+    def _shortly(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Any:
+        """The results, if the same call was made before and this one is made in plain eager mode (`plain_mode`, of
+        which `same_call` asks the rest); else NotImplemented."""
         if _dispatch_modes() or _function_modes() or _profiled() or forward_ad._current_level >= 0:
-            return None
+            return NotImplemented
         key = values, _is_grad_enabled(), self._state()
         recents = self._recent.get(key, ())
-        for recent in recents:
-            if recent.same(*tensors):
-                return recent
+        for same, call in recents:
+            if same(*tensors):
+                return call(*tensors)
         if not plain(tensors):
-            return None
+            return NotImplemented
         replay = self._replays.get(self._key(tensors, values))
         if replay is None:
-            return None
-        recent = Recent(same_call(tensors), replay, self._recorded(tensors, values, replay))
+            return NotImplemented
+        call = self._short_way(replay, self._recorded(tensors, values, replay))
         if len(self._recent) >= _KEPT_REPLAYS:
             self._recent.clear()
-        self._recent[key] = (recent, *recents[: _RECENT - 1])
-        return recent
+        self._recent[key] = ((same_call(tensors), call), *recents[: _RECENT - 1])
+        return call(*tensors)
 
-    def _repeat(self, recent: Recent, tensors: Sequence[Tensor | None]) -> Any:
-        """The results; NotImplemented if the replay is not for these addresses."""
-        if recent.recorded is not None:
-            assert self._apply is not None
-            return self._apply(*recent.recorded.inputs(tensors))
-        results = recent.repeat(*tensors)
-        return NotImplemented if results is None else self._returned(results)
+    def _short_way(self, replay: Replay, recorded: Recorded | None) -> Callable[..., Any]:
+        """A function of all tensors: the results, or NotImplemented if the replay is not for these addresses."""
+        repeat, returned, apply = replay.repeat, self._returned, self._apply
+        if recorded is not None:
+            assert apply is not None
+            return lambda *tensors: apply(*recorded.inputs(tensors))
+        if not self._returns_list and len(replay.steps.results) > 1:
+            return repeat
+
+        def call(*tensors: Tensor | None) -> Any:
+            results = repeat(*tensors)
+            return NotImplemented if results is NotImplemented else returned(results)
+
+        return call
 
     def _recorded(
         self, args: Sequence[Tensor | None], values: tuple[Any, ...], way: DispatchKeySet | Replay
@@ -189,7 +193,7 @@ class Operator:
         replay = self._replays.get(key)
         if replay is not None:
             repeated = replay(args)
-            if repeated is not None:
+            if repeated is not NotImplemented:
                 return self._returned(repeated)
         with torch._C._AutoDispatchBelowAutograd():
             planned = self._plan(*args, **options)
@@ -227,7 +231,7 @@ class Operator:
         left."""
         if isinstance(way, Replay):
             results = way(args)
-            if results is not None:
+            if results is not NotImplemented:
                 return self._returned(results)
         options = dict(zip(self.defaults, values, strict=True))
         if isinstance(way, Replay) or way.highestPriorityTypeId() in _BACKENDS:
@@ -292,15 +296,6 @@ def has_tangent(args: Sequence[Tensor | None]) -> bool:
         return False
     duals = (forward_ad.unpack_dual(x) for x in args if x is not None)  # type: ignore[no-untyped-call]
     return any(dual.tangent is not None for dual in duals)
-
-
-class Recent:
-    """A call that may be made again. `same`: whether other tensors make it the same call. `repeat`: see `Replay`."""
-
-    __slots__ = ("recorded", "repeat", "same")
-
-    def __init__(self, same: Callable[..., bool], replay: Replay, recorded: Recorded | None) -> None:
-        self.same, self.repeat, self.recorded = same, replay.repeat, recorded
 
 
 class Recorded:

@@ -45,8 +45,7 @@ class Replay:
 
     @property
     def repeat(self) -> Repeat:
-        """The call as a function of all arguments, which gives the results, or None for arguments at other addresses
-        than it can be used for. Written when the call is first repeated."""
+        """The call as a function. Written when the call is first repeated."""
         if self._repeat is None:
             self._repeat = written_out(self.steps)
         return self._repeat
@@ -92,8 +91,8 @@ class Replay:
         device = only.index if only is not None and only.type == "cuda" else None
         return cls(Steps(present, allocations, steps, results, device, aligned))
 
-    def __call__(self, arguments: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
-        """See `repeat`."""
+    def __call__(self, arguments: Sequence[Tensor | None]) -> Any:
+        """See `replay_function.Repeat`."""
         if len(arguments) != len(self.steps.present):
             raise ValueError(
                 f"the call had {len(self.steps.present)} tensor arguments (None counts), now {len(arguments)}."

@@ -102,8 +102,9 @@ class Steps:
     aligned: bool
 
 
-Repeat = Callable[..., Sequence[Tensor] | None]
-"""A function of all arguments. None: not for arguments that lie like these (`Steps.aligned`)."""
+Repeat = Callable[..., Any]
+"""A function of all arguments: a tuple of the results. NotImplemented: not for arguments that lie like these
+(`Steps.aligned`)."""
 
 
 def written_out(call: Steps) -> Repeat:
@@ -138,7 +139,7 @@ class _Writer:
             ]
         if call.aligned and any(call.present):
             bits = " | ".join(self._pointer(number) for number, present in enumerate(call.present) if present)
-            self._lines += [f"if ({bits}) % {_ALIGNMENT}:", "    return None"]
+            self._lines += [f"if ({bits}) % {_ALIGNMENT}:", "    return NotImplemented"]
         for made in call.allocations:
             self._allocate(made, on_current=call.device is not None and _empty_cuda is not None)
         for step in call.steps:

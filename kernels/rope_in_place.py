@@ -7,7 +7,7 @@ other readers of x. It has no gradient, and says so when one would be recorded. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch._C import DispatchKeySet
 
 from .ops import LIBRARY, ROTATION_SCHEMA, counted_positions, resolve, tables_for
 from .options import Options, check_heads, check_options, check_tables
-from .registration import Operator, Recent
+from .registration import Operator, Recorded
 from .replay import Replay, Work
 from .streams import Stream, Tables
 
@@ -94,12 +94,17 @@ class _InPlaceOperator(Operator):
         _count_write(args)
         super().autograd(keyset, *args, **options)
 
-    def _recall(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Recent | None:
-        return None if _would_be_recorded(tensors) else super()._recall(tensors, values)
+    def _shortly(self, tensors: Sequence[Tensor | None], values: tuple[Any, ...]) -> Any:
+        return NotImplemented if _would_be_recorded(tensors) else super()._shortly(tensors, values)
 
-    def _repeat(self, recent: Recent, tensors: Sequence[Tensor | None]) -> Any:
-        _count_write(tensors)
-        return super()._repeat(recent, tensors)
+    def _short_way(self, replay: Replay, recorded: Recorded | None) -> Callable[..., Any]:
+        repeat = super()._short_way(replay, recorded)
+
+        def call(*tensors: Tensor | None) -> Any:
+            _count_write(tensors)
+            return repeat(*tensors)
+
+        return call
 
     def _returned(self, results: Sequence[Tensor]) -> None:
         return None

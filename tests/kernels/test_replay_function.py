@@ -59,7 +59,7 @@ def repeat(t0, t1, t2):
     p0 = t0.data_ptr()
     p1 = t1.data_ptr()
     if (p0 | p1) % 16:
-        return None
+        return NotImplemented
     t3 = empty_cuda((2, 3), (3, 1), dtype_4)
     t4 = empty_cuda((4,), (1,), dtype_5)
     p3 = t3.data_ptr()
@@ -77,7 +77,7 @@ def test_what_it_does() -> None:
     launch = Recorder()
     x, y = torch.ones(8), torch.arange(3.0)
     found = written_out(call(launch))(x, y, None)
-    assert found is not None
+    assert found is not NotImplemented
     total, made = found
     assert total.tolist() == [0.0, 4.0, 8.0]
     assert (made.shape, made.dtype) == ((2, 3), torch.float32)
@@ -89,9 +89,9 @@ def test_addresses_that_it_is_not_for() -> None:
     launch = Recorder()
     repeat = written_out(call(launch, aligned=True))
     x, y = torch.ones(9), torch.arange(3.0)
-    assert repeat(x[:8], y, None) is not None
+    assert repeat(x[:8], y, None) is not NotImplemented
     launch.addresses = ()
-    assert repeat(x[1:], y, None) is None
+    assert repeat(x[1:], y, None) is NotImplemented
     assert (launch.addresses, x.tolist()) == ((), [*[0.0] * 8, 1.0])
 
 
@@ -102,5 +102,5 @@ def test_operations_of_several_results() -> None:
         OperationStep(aten.sort.default, (Value(1),), {}, 2),
     ]
     found = written_out(Steps((True,), [], steps, [2, 4], None, aligned=False))(torch.tensor([1, 2, 4, 3]))
-    assert found is not None
+    assert found is not NotImplemented
     assert [x.tolist() for x in found] == [[4, 3], [0, 1]]
