@@ -85,9 +85,7 @@ def _additive(request: Request) -> str | None:
         return f"mask is {dtype}; it takes boolean, bfloat16, float16 and float32 masks."
     if "sinks" in request.dtypes:
         return "sinks are given beside an additive mask; it takes one of them."
-    batch, heads = ((1, 1, 1, 1) + request.shapes["mask"])[-4:-2]
-    of_segments = request.shapes.get("q_segment_ids", (1,))[0]
-    sizes = heads, request.shapes["q"][1], request.shapes["k"][1], max(batch or 1, of_segments or 1)
+    sizes = _planes(request), request.shapes["q"][1], request.shapes["k"][1]
     copy = (dtype.itemsize if dtype == request.dtypes["q"] else 4) * math.prod(size or 1 for size in sizes)
     if copy > _LARGEST_COPY:
         return f"it copies an additive mask, and this one would take {copy / 2**30:.1f} GiB; it takes up to 2."
@@ -95,10 +93,18 @@ def _additive(request: Request) -> str | None:
 
 
 def _gate(request: Request) -> str | None:
-    """What has not run on a card in its present form; and where cuDNN is faster and can compute the call."""
-    unchecked = _unchecked(request)
-    if unchecked is not None:
-        return f"{unchecked} have not run on a card; name it (kernels=('hopper',)) to use it."
+    """What has not run on a card in its present form, or not been timed; and where cuDNN is faster and can compute the
+    call."""
+    if _is_unchecked(request):
+        return (
+            "documents, masks and a softcap above head_dim 128 have not run on a card since the kernels changed; "
+            "name it (kernels=('hopper',)) to use it."
+        )
+    if _copies_much(request):
+        return (
+            "it has not been timed for an additive mask that fewer than 4 query heads share, and by the bytes it takes "
+            "longer to copy the mask than to compute the attention; name it (kernels=('hopper',)) to use it."
+        )
     reason = _faster_by_cudnn(request)
     if reason is None:
         return None
@@ -108,22 +114,27 @@ def _gate(request: Request) -> str | None:
     return f"cuDNN is faster for {reason}."
 
 
-def _unchecked(request: Request) -> str | None:
-    """What of the call the kernels compute in a form that no card has run."""
+def _is_unchecked(request: Request) -> bool:
     wide = max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0) > 128
     softcap = request.options.get("softcap", 0.0)
-    if wide and (softcap != 0.0 or any(name in request.dtypes for name in ("mask", "q_segment_ids", "cu_seqlens_q"))):
-        return "documents, masks and a softcap above head_dim 128"
-    mask = request.shapes.get("mask", ())
-    if mask and request.dtypes["mask"] != torch.bool:
-        return "additive masks"
-    if any(size != 1 for size in mask[-3:-2]):
-        return "masks that differ by head"
-    if mask and "cu_seqlens_q" in request.dtypes:
-        return "masks beside cu_seqlens"
-    if "q_segment_ids" in request.dtypes and any(size != 1 for size in mask[-2:-1]):
-        return "masks of queries and keys beside segment ids"
-    return None
+    return wide and (
+        softcap != 0.0 or any(name in request.dtypes for name in ("mask", "q_segment_ids", "cu_seqlens_q"))
+    )
+
+
+def _copies_much(request: Request) -> bool:
+    """An additive mask is read twice and written once before the attention reads the copy: 6 bytes a pair and more, 2.4
+    ps of 2.5 TB/s, where the attention of a pair, 512 operations at head_dim 128, takes 1.3 ps of 400 TFLOP/s."""
+    if request.dtypes.get("mask", torch.bool) == torch.bool:
+        return False
+    planes, calls = _planes(request), (request.shapes["q"][0] or 1) * (request.shapes["q"][2] or 1)
+    return planes > 1 and 4 * planes > calls
+
+
+def _planes(request: Request) -> int:
+    """How many of the pairs of a batch and a query head have a mask of their own."""
+    batch, heads = ((1, 1, 1, 1) + request.shapes["mask"])[-4:-2]
+    return max(batch or 1, request.shapes.get("q_segment_ids", (1,))[0] or 1) * (heads or 1)
 
 
 def _faster_by_cudnn(request: Request) -> str | None:

@@ -223,6 +223,43 @@ def test_what_has_not_run_on_a_card(more: dict[str, object], gated: bool, monkey
         assert ("have not run on a card" in (_gate(call) or "")) == expected
 
 
+def test_a_mask_of_every_head_has_blocks_of_one_query_head() -> None:
+    """Its planes, and the thread blocks of the backward, which each read one of them."""
+    from fusion_pass.kernels.attention_ops import problem_of
+    from fusion_pass.kernels.hopper.plans import Call, parts_of
+
+    q, k = torch.zeros(2, 64, 8, 64, dtype=torch.bfloat16), torch.zeros(2, 64, 2, 64, dtype=torch.bfloat16)
+    for batch, heads, planes in ((1, 8, (0, 1)), (2, 8, (8, 1)), (2, 1, (1, 0)), (1, 1, (0, 0))):
+        call = Call.of(problem_of(q, k, k, mask=torch.ones(batch, heads, 64, 64, dtype=torch.bool)))
+        assert (call.data, call.band(1)[2:]) == ("bits", planes)
+        if heads > 1:
+            assert parts_of(call) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "more", "gated"),
+    [
+        ((2, 1, 128, 128), {}, False),
+        ((1, 1, 128, 128), {}, False),
+        ((128, 128), {}, False),
+        ((1, 1, 1, 128), {}, False),
+        ((1, 2, 128, 128), {}, False),
+        ((1, 4, 128, 128), {}, True),
+        ((2, 4, 128, 128), {}, True),
+        ((2, 128, 128), {"q_segment_ids": (2, 128)}, True),
+    ],
+)
+def test_numbers_of_every_head_are_left_to_others(
+    shape: tuple[int, ...], more: dict[str, tuple[int, ...]], gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To copy them takes longer than the attention. Booleans are taken."""
+    monkeypatch.setattr("fusion_pass.kernels.hopper.kernels", lambda _: ())
+    for dtype, expected in ((torch.bfloat16, gated), (torch.bool, False)):
+        dtypes = {"mask": dtype, **dict.fromkeys(more, torch.int64)}
+        given = _gate(request(dtypes=dtypes, shapes={"mask": shape, **more}))
+        assert ("fewer than 4 query heads share" in (given or "")) == expected
+
+
 def test_other_chips_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (10, 0))
     assert _supports(request()) == "these tensors are on a GPU that is not sm_90."

@@ -12,7 +12,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attention_oracle import Case, Conditions, Inputs, Results, make_inputs, poisoned_memory, run_eager
+from attention_oracle import (
+    Case,
+    Conditions,
+    Inputs,
+    Results,
+    make_inputs,
+    poisoned_memory,
+    run_eager,
+    run_operator,
+)
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -523,6 +532,14 @@ def test_many_heads(device: torch.device) -> None:
         device,
     )
     assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["heads_random", "bias", "added_least"])
+def test_repeated_calls_with_masks(name: str, device: torch.device) -> None:
+    """Through the operator: the second and third call repeat what the first one launched, with other tensors."""
+    for seed in range(3):
+        inputs = make_inputs(CASES[name], torch.bfloat16, device, seed)
+        assert_no_worse_than_eager(inputs, torch.bfloat16, run_operator(inputs, torch.bfloat16, "hopper"))
 
 
 def test_operator_chooses_hopper(device: torch.device) -> None:
