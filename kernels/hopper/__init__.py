@@ -150,7 +150,7 @@ def _faster_by_cudnn(request: Request) -> str | None:
     if head_dim > 128 and keys < 8192 and dims not in ((192, 128), (256, 256)):
         return "forwards of a head_dim that is padded to 192 or 256, with fewer than 8192 keys"  # not measured
     if head_dim <= 128 and causal and keys <= 1024:
-        return "causal forwards of head_dim up to 128 with at most 1024 keys"  # 0.93 at head_dim 64, 0.98 at 128
+        return "causal forwards of head_dim up to 128 with at most 1024 keys"  # 0.91 at head_dim 64, 0.96 at 128
     return None
 
 

@@ -44,7 +44,7 @@ from .forward_state import (
     zeros_of_rows,
 )
 from .gluon_api import tma_load, tma_store, tma_store_wait
-from .scores import tanh
+from .scores import blocks_up_to_limit, clamp, tanh
 
 # ---------------------------------------------------------------------------------------------------- load warp
 
@@ -349,6 +349,33 @@ def finish(acc, maximum, total, row0, head, p, mem, w: gl.constexpr, T: gl.const
 
 
 @gluon.jit
+def seen_blocks(row0, first, last, clear_last, use, p, mem, w: gl.constexpr, T: gl.constexpr):
+    """Of a tile's blocks of keys, those that the 64 rows at `row0` see: (last, clear_last, use) of `place` and of the
+    pipeline. A block of later keys that only the tile's other warpgroups see is given back as soon as it is there."""
+    if T.skip_hidden:
+        THREADS: gl.constexpr = T.warpgroups * 128 + 32
+        batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+        band_low, band_high = p.band
+        seen, clear_last = blocks_up_to_limit(row0, 64, seq_q, seq_k, band_high, T.block_n)
+        seen = clamp(seen, first + 1, last)
+        clear_last = clamp(clear_last, first, seen)
+        for _ in range(last - seen):
+            stage = use % T.stages
+            phase = (use // T.stages) & 1
+            # Both are awaited: a warpgroup that gave back a stage before it was loaded would count twice in the
+            # barrier that the former use of the stage still waits on.
+            mbarrier.wait(mem.k_full.index(stage), phase)
+            take_turn(w, T)
+            pass_turn(w, T)
+            barriers.arrive(FREE + stage, THREADS)
+            mbarrier.wait(mem.v_full.index(stage), phase)
+            barriers.arrive(FREE + T.stages + stage, THREADS)
+            use += 1
+        last = seen
+    return last, clear_last, use
+
+
+@gluon.jit
 def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     OUT: gl.constexpr = out_layout(T)
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
@@ -358,14 +385,16 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     row0 += w * 64
     rows = limits(row0, head, p, T)
     mbarrier.wait(mem.q_full.index(w), 0)
-    mbarrier.wait(mem.k_full.index(0), 0)
     if T.pingpong:  # noqa: SIM102 (decided at compile time; the next one is not)
         if w == T.warpgroups - 1:
             pass_turn(w, T)  # opens the first turn of warpgroup 0
-    q, maximum, total, pairs = first_block(w, 0, last - 1, rows, p, mem, w, T)
+    last, clear_last, use = seen_blocks(row0, first, last, clear_last, tile * 0, p, mem, w, T)
+    stage = use % T.stages
+    mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+    q, maximum, total, pairs = first_block(w, stage, last - 1, rows, p, mem, w, T)
     rescale = zeros_of_rows(T) + 1.0
     acc = zeros(T.v_dim, OUT)
-    use = 1
+    use += 1
     turn = 0
     while tile < tiles:
         slot = (turn % T.q_buffers) * T.warpgroups + w
@@ -414,6 +443,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
                 row0, head, first, last, clear_first, clear_last = place(tile, p, T)
                 row0 += w * 64
                 rows = limits(row0, head, p, T)
+                last, clear_last, use = seen_blocks(row0, first, last, clear_last, use, p, mem, w, T)
                 stage = use % T.stages
                 mbarrier.wait(mem.q_full.index(w), turn & 1)
                 mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
@@ -422,10 +452,12 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
                 acc = zeros(T.v_dim, OUT)
                 use += 1
         elif tile < tiles:
-            before = (use - 1) % T.stages
+            use_before = use - 1
+            before = use_before % T.stages
             next_row0, next_head, first, last, clear_first, clear_last = place(tile, p, T)
             next_row0 += w * 64
             rows = limits(next_row0, next_head, p, T)
+            last, clear_last, use = seen_blocks(next_row0, first, last, clear_last, use, p, mem, w, T)
             stage = use % T.stages
             slot = (turn % T.q_buffers) * T.warpgroups + w
             mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
@@ -436,7 +468,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             if T.rescale_late:
                 acc = acc * of_out(rescale, T)
                 rescale = zeros_of_rows(T) + 1.0
-            mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
+            mbarrier.wait(mem.v_full.index(before), (use_before // T.stages) & 1)
             operand = as_operand(pairs, p, T)
             acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
             pass_turn(w, T)

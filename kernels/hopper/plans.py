@@ -38,6 +38,10 @@ from .templates import (
 _LOG2_E = math.log2(math.e)
 _L2_BYTES_FOR_KEYS = 32 << 20
 """Of 50 MB: K and V of the heads that run together where the queries stay."""
+_FORWARD_HEADS = 4
+"""At least so many key heads run together in a forward under a mask, whatever their size: what tiles in step read is a
+part of K and V, and with few heads there are too many lengths of tile at a time. head_dim 256, causal, 16k, TFLOP/s:
+one head 666, two (32 MB) 728, four 759."""
 _L2_BYTES_FOR_QUERIES = 40 << 20
 """Q, dO and the accumulator of dQ of the heads that run together where the keys stay."""
 _DRIFTING_BYTES = 100 << 20
@@ -157,7 +161,7 @@ def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
         # Without a buffer for O there is no map either; the kernel does not look at the argument.
         tensor_map(*out, call.dtype, 64, template.o_lanes) if template.store_by_tma else q,
     )
-    together = _heads_together(call) if template.masked else 1
+    together = _heads_together(call, at_least=_FORWARD_HEADS) if template.masked else 1
     numbers = (
         *(out[1][0], out[1][2], out[1][1]), out[0][3], batch, heads, heads // kv_heads, seq_q, seq_k, together,
         *call.band(tiles), *call.scales(),
@@ -348,12 +352,15 @@ def _strides(x: Shaped) -> tuple[int, int, int]:
     return of_batch, of_head, of_row
 
 
-def _heads_together(call: Call) -> int:
-    """How many query heads run at the same time where the queries stay, so that their K and V stay in L2."""
+def _heads_together(call: Call, *, at_least: int = 1) -> int:
+    """How many query heads run at the same time where the queries stay, so that their K and V stay in L2; those of
+    `at_least` key heads, where there are as many."""
     batch, _, heads, head_dim, seq_k, kv_heads = call.sizes
     bytes_per_head = seq_k * (head_dim + call.v[0][3]) * call.dtype.itemsize
     together = 1
-    while together * 2 * bytes_per_head <= _L2_BYTES_FOR_KEYS and together * 2 <= batch * kv_heads:
+    while together * 2 <= batch * kv_heads and (
+        together * 2 * bytes_per_head <= _L2_BYTES_FOR_KEYS or together * 2 <= at_least
+    ):
         together *= 2
     return together * (heads // kv_heads)
 

@@ -31,6 +31,13 @@ def clamp(x, low, high):
 
 
 @gluon.jit
+def blocks_up_to_limit(row0, ROWS: gl.constexpr, seq_q, seq_k, band_high, BLOCK_N: gl.constexpr):
+    """How many blocks of keys some of the rows `[row0, row0 + ROWS)` see, and how many all of them see whole."""
+    end = gl.minimum(row0 + ROWS, seq_q) + band_high
+    return gl.cdiv(clamp(end, 0, seq_k), BLOCK_N), clamp(row0 + band_high + 1, 0, seq_k) // BLOCK_N
+
+
+@gluon.jit
 def key_blocks(row0, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexpr):
     """Blocks of keys for the tile of queries at `row0`: `[first, last)`, of which `[clear_first, clear_last)` need no
     mask.
@@ -51,10 +58,9 @@ def key_blocks(row0, seq_q, seq_k, band_low, band_high, ranges, T: gl.constexpr)
         clear_first = first
         clear_last = last
         if T.masked:
-            last_row = gl.minimum(row0 + BLOCK_M, seq_q) - 1
-            last = gl.cdiv(clamp(last_row + band_high + 1, 0, seq_k), BLOCK_N)
-            clear_last = clamp(row0 + band_high + 1, 0, seq_k) // BLOCK_N
+            last, clear_last = blocks_up_to_limit(row0, BLOCK_M, seq_q, seq_k, band_high, BLOCK_N)
             if T.left_limit:
+                last_row = gl.minimum(row0 + BLOCK_M, seq_q) - 1
                 first = gl.maximum(row0 + band_low, 0) // BLOCK_N
                 clear_first = gl.cdiv(gl.maximum(last_row + band_low, 0), BLOCK_N)
         last = gl.maximum(last, first + 1)

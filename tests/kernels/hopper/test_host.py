@@ -14,6 +14,7 @@ from attention_oracle import visible
 
 from fusion_pass.kernels.attention_ops import problem_of
 from fusion_pass.kernels.hopper import _gate, _supports
+from fusion_pass.kernels.hopper.templates import forward_template
 from fusion_pass.kernels.registry import Kernel, Request
 
 pytest.importorskip("triton")
@@ -221,6 +222,26 @@ def test_what_has_not_run_on_a_card(more: dict[str, object], gated: bool, monkey
     for head_dim, expected in ((256, gated), (128, False)):
         call = request(shapes=dict.fromkeys("qkv", (1, 8192, 4, head_dim)), **copy.deepcopy(more))
         assert ("have not run on a card" in (_gate(call) or "")) == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "uneven", "queries", "queries_of_a_tile", "skip_hidden"),
+    [
+        (64, "right", True, 8192, 192, True),
+        (64, "right", True, 8191, 128, False),
+        (64, "rows", True, 8192, 128, False),
+        (64, "right", False, 8192, 192, False),  # every key, of which the last block is ragged
+        (128, "right", True, 8192, 128, False),
+    ],
+)
+def test_tile_of_long_sequences(
+    head_dim: int, mask: str, uneven: bool, queries: int, queries_of_a_tile: int, skip_hidden: bool
+) -> None:
+    template = forward_template(
+        head_dim, head_dim, mask=mask, softcap=False, sinks=False, uneven=uneven, queries=queries
+    )
+    assert template is not None
+    assert (template.block_m, template.skip_hidden) == (queries_of_a_tile, skip_hidden)
 
 
 def test_a_mask_of_every_head_has_blocks_of_one_query_head() -> None:

@@ -401,6 +401,23 @@ def test_three_warpgroups(name: str, device: torch.device) -> None:
     assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16))
 
 
+LONG = {
+    "square": case(8192, batch=1, heads=2, kv_heads=1, conditions=CAUSAL),
+    "top_left": case(8200, 1000, conditions=CAUSAL),
+    "bottom_right": case(8200, 1000, conditions=BOTTOM),
+    "more_keys": case(8192, 8333, batch=1, heads=2, kv_heads=1, conditions=BOTTOM),
+    "softcap": case(8200, 1000, logits=4, conditions=options(softcap=30.0, causal="top_left")),
+    "sinks": case(8200, 1000, sinks=True, conditions=CAUSAL),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_causal(name: str, device: torch.device) -> None:
+    """Head_dim 64, enough queries for causal tiles of 192, whose warpgroups skip blocks that their rows do not see."""
+    inputs = make_inputs(dataclasses.replace(LONG[name], head_dim=64, value_dim=64), torch.bfloat16, device)
+    assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16))
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_heads(name: str, deterministic: bool, device: torch.device) -> None:
@@ -421,7 +438,7 @@ def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None
     def integers(*shape: int) -> Tensor:
         return torch.randint(-4, 5, shape, device=device, generator=generator).to(torch.bfloat16)
 
-    tokens = 2048  # enough for three warpgroups at head_dim 64
+    tokens = 8192 if dim == 64 else 2048  # at head_dim 64 enough for three warpgroups, causal too
     # Scores of 0 make every probability a power of two where the number of keys is one: sums of small integers, exact
     # in float32.
     q, k, v, grad = (
