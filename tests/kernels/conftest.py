@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -18,6 +19,10 @@ def interpret_triton_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    # A third of the time goes into checks of integers for overflow whose outcome is looked at only in debug mode.
+    options = interpreter.interpreter_builder.options
+    checked = {"sanitize_overflow": False} if hasattr(options, "sanitize_overflow") else {}
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", dataclasses.replace(options, **checked))
     if hasattr(interpreter, "_LangPatchScope"):
         monkeypatch.setattr(interpreter, "_patch_lang", replaced_once_a_launch(interpreter))
 
