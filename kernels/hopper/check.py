@@ -34,8 +34,8 @@ def _templates() -> Iterator[tuple[str, AnyTemplate | None]]:
                     *dims, mask=mask, softcap=softcap, sinks=sinks, uneven=mask != "none", queries=4096
                 )
                 yield f"forward-{name}", template
-                if dims == (64, 64) and mask == "right":
-                    long = forward_template(*dims, mask=mask, softcap=softcap, sinks=sinks, uneven=True, queries=8192)
+                if dims == (64, 64) and mask == "right" and not sinks:
+                    long = forward_template(*dims, mask=mask, softcap=softcap, sinks=False, uneven=True, queries=8192)
                     yield f"forward-{name}-long", long
             for extra in ("", "softcap", "deterministic"):
                 softcap, deterministic = extra == "softcap", extra == "deterministic"

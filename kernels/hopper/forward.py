@@ -354,6 +354,8 @@ def seen_blocks(row0, first, last, clear_last, use, p, mem, w: gl.constexpr, T: 
     pipeline. A block of later keys that only the tile's other warpgroups see is given back as soon as it is there."""
     if T.skip_hidden:
         THREADS: gl.constexpr = T.warpgroups * 128 + 32
+        # No more than one block: V of a second would wait for the stage of the former tile's last V, not yet used.
+        gl.static_assert((T.warpgroups - 1) * 64 <= T.block_n)
         batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
         band_low, band_high = p.band
         seen, clear_last = blocks_up_to_limit(row0, 64, seq_q, seq_k, band_high, T.block_n)

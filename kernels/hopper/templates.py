@@ -320,7 +320,7 @@ def forward_template(
     if queries <= up_to and not uneven:
         tile = short
     from_, long = _LONG_CAUSAL_TILES.get(dims, (0, tile))
-    if queries >= from_ and uneven and mask == "right":
+    if queries >= from_ and uneven and mask == "right" and not sinks:  # with sinks it spills 130 bytes
         tile = long
     return ForwardTemplate(
         *dims,

@@ -14,7 +14,7 @@ from attention_oracle import visible
 
 from fusion_pass.kernels.attention_ops import problem_of
 from fusion_pass.kernels.hopper import _gate, _supports
-from fusion_pass.kernels.hopper.templates import forward_template
+from fusion_pass.kernels.hopper.templates import ForwardTemplate, forward_template
 from fusion_pass.kernels.registry import Kernel, Request
 
 pytest.importorskip("triton")
@@ -237,11 +237,15 @@ def test_what_has_not_run_on_a_card(more: dict[str, object], gated: bool, monkey
 def test_tile_of_long_sequences(
     head_dim: int, mask: str, uneven: bool, queries: int, queries_of_a_tile: int, skip_hidden: bool
 ) -> None:
-    template = forward_template(
-        head_dim, head_dim, mask=mask, softcap=False, sinks=False, uneven=uneven, queries=queries
-    )
-    assert template is not None
-    assert (template.block_m, template.skip_hidden) == (queries_of_a_tile, skip_hidden)
+    def template(sinks: bool) -> ForwardTemplate:
+        found = forward_template(
+            head_dim, head_dim, mask=mask, softcap=False, sinks=sinks, uneven=uneven, queries=queries
+        )
+        assert found is not None
+        return found
+
+    assert (template(False).block_m, template(False).skip_hidden) == (queries_of_a_tile, skip_hidden)
+    assert not template(True).skip_hidden
 
 
 def test_a_mask_of_every_head_has_blocks_of_one_query_head() -> None:

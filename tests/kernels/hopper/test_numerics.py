@@ -407,7 +407,6 @@ LONG = {
     "bottom_right": case(8200, 1000, conditions=BOTTOM),
     "more_keys": case(8192, 8333, batch=1, heads=2, kv_heads=1, conditions=BOTTOM),
     "softcap": case(8200, 1000, logits=4, conditions=options(softcap=30.0, causal="top_left")),
-    "sinks": case(8200, 1000, sinks=True, conditions=CAUSAL),
 }
 
 
