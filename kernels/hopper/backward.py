@@ -9,7 +9,7 @@ keys, so dK and dV are summed over the group in registers, in a fixed order. The
         S^T  = K Q^T                   dP^T = V dO^T                       (both issued at once)
         P^T  = exp2(S^T scale - LSE)   dS^T = P^T (dP^T - delta)
         dV  += P^T dO                  dK  += dS^T Q                       (P^T, dS^T stay in registers)
-        dQ   = dS K                    dS^T through shared memory; at head_dim 64 as dQ^T = K^T dS^T
+        dQ   = dS K                    dS^T through two buffers in shared memory; at head_dim 64 as dQ^T = K^T dS^T
     dQ warp       dQ tile -> global memory by TMA reduce-add in float32
 
 At head_dim 64 K, V and K^T, the left operands of S^T, dP^T and dQ^T, are in registers; at 128 there is no room.
@@ -61,9 +61,9 @@ def load_partition(p, mem, T: gl.constexpr):
     THREADS: gl.constexpr = T.num_warps * 32 + 32
     per_head = gl.cdiv(seq_q, T.block_m)
     mbarrier.expect(mem.kv_full.index(0), p.k.block_type.nbytes)
-    tma_load(p.k, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(0), mem.k)
+    tma_load(p.k, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(0), mem.k.index(0))
     mbarrier.expect(mem.kv_full.index(1), p.v.block_type.nbytes)
-    tma_load(p.v, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(1), mem.v)
+    tma_load(p.v, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(1), mem.v.index(0))
     use = 0
     for member in range(group):
         h = kv * group + member
@@ -140,6 +140,12 @@ def dq_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def _uses(group, mem):
+    """Tiles of queries that this thread block visits, of all its heads."""
+    return group * (bound(mem, LAST) - bound(mem, FIRST))
+
+
+@gluon.jit
 def compute_partition(p, mem, T: gl.constexpr):
     BLOCK_N: gl.constexpr = T.block_n
     QK_DIM: gl.constexpr = T.qk_dim
@@ -155,20 +161,32 @@ def compute_partition(p, mem, T: gl.constexpr):
     if T.early_scores:  # noqa: SIM102 (decided at compile time; the next one is not)
         if bound(mem, LAST) > bound(mem, FIRST):
             st = warpgroup_mma_wait(0, (scores(0, True, operands[0], mem, T),))
-    # One loop over the tiles of all heads; a loop each for masked and unmasked tiles made it spill.
+    warpgroup = barriers.warpgroup_index()
+    # One loop over the tiles of all heads; a loop each for masked and unmasked tiles made it spill. Two tiles at a
+    # time: only of two buffers by name does Triton see that one may be written while the other is read, and puts no
+    # barrier before the store.
     tile = tile_at(0, bound(mem, FIRST), bound(mem, LAST), T)
-    for use in range(group * (bound(mem, LAST) - bound(mem, FIRST))):
-        more = use + 1 < group * (bound(mem, LAST) - bound(mem, FIRST))
-        st, dk, dv = step(use, more, tile, needs_mask(tile, mem), operands, st, dk, dv, p, mem, T)
+    for use in range(0, _uses(group, mem), 2):
+        more = use + 1 < _uses(group, mem)
+        masked = needs_mask(tile, mem)
+        st, dk, dv = step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, False, T)
         tile = following(tile, mem, T)
+        if use + 1 < _uses(group, mem):
+            more = use + 2 < _uses(group, mem)
+            masked = needs_mask(tile, mem)
+            st, dk, dv = step(use + 1, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, True, T)
+            tile = following(tile, mem, T)
+        else:
+            partition_barrier()  # once; without it Triton would put one before every store to the first buffer
     partition_barrier()
-    mem.v.reshape([BLOCK_N, V_DIM]).store(dv.to(mem.q.dtype))
-    mem.k.reshape([BLOCK_N, QK_DIM]).store((dk * grad_scale).to(mem.q.dtype))
+    tile_k, tile_v = mem.k.index(0), mem.v.index(0)
+    tile_v.reshape([BLOCK_N, V_DIM]).store(dv.to(mem.q.dtype))
+    tile_k.reshape([BLOCK_N, QK_DIM]).store((dk * grad_scale).to(mem.q.dtype))
     fence_async_shared()
     partition_barrier()
     b, kv = batch_and_head(p)
-    tma_store(p.dv, [b, kv, p.key0, 0], mem.v)
-    tma_store(p.dk, [b, kv, p.key0, 0], mem.k)
+    tma_store(p.dv, [b, kv, p.key0, 0], tile_v)
+    tma_store(p.dk, [b, kv, p.key0, 0], tile_k)
     tma_store_wait(0)
 
 
@@ -199,10 +217,11 @@ def backward_kernel(
     """
     tile_q = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.qk_dim], q.layout)
     tile_do = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.v_dim], do.layout)
-    tile_k = gl.allocate_shared_memory(q.dtype, [1, 1, T.block_n, T.qk_dim], k.layout)
-    tile_v = gl.allocate_shared_memory(q.dtype, [1, 1, T.block_n, T.v_dim], v.layout)
-    DS_SHAPE: gl.constexpr = [T.block_n, T.block_m]
-    tile_ds = gl.allocate_shared_memory(q.dtype, DS_SHAPE, gl.NVMMASharedLayout.get_default_for(DS_SHAPE, q.dtype))
+    tile_k = gl.allocate_shared_memory(q.dtype, [1, 1, 1, T.block_n, T.qk_dim], k.layout)
+    tile_v = gl.allocate_shared_memory(q.dtype, [1, 1, 1, T.block_n, T.v_dim], v.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T.block_n, T.block_m], q.dtype)
+    tile_ds = gl.allocate_shared_memory(q.dtype, [1, T.block_n, T.block_m], DS_LAYOUT)
+    tile_ds_odd = gl.allocate_shared_memory(q.dtype, [1, T.block_n, T.block_m], DS_LAYOUT)
     DQ_SHAPE: gl.constexpr = [T.block_m, T.qk_dim]
     tile_dq = gl.allocate_shared_memory(
         gl.float32, DQ_SHAPE, gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32)
@@ -228,7 +247,7 @@ def backward_kernel(
         ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
     first, last, clear_first, clear_last = query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T)
     mem = Shared(
-        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_dq, boxes, rows_lse, rows_delta,
+        tile_q, tile_do, tile_k, tile_v, tile_ds, tile_ds_odd, tile_dq, boxes, rows_lse, rows_delta,
         keep_bounds(first, last, clear_first, clear_last),
         new_barriers(T.stages), new_barriers(T.stages), new_barriers(2),
     )  # fmt: skip

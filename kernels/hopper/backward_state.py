@@ -94,14 +94,16 @@ class Problem:
 
 @aggregate
 class Shared:
-    """Shared memory and its barriers. `dq` and `dq_boxes` are one buffer: written as a tile, sent as the parts that one
-    reduce-add takes."""
+    """Shared memory and its barriers. `k`, `v`, `ds` and `ds_odd` are arrays of one tile, to be indexed by `hidden(0)`
+    where the address shall not be kept. `dq` and `dq_boxes` are one buffer: written as a tile, sent as the parts that
+    one reduce-add takes."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
+    ds_odd: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
     dq_boxes: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor
@@ -112,12 +114,13 @@ class Shared:
     kv_full: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, do, k, v, ds, dq, dq_boxes, lse, delta, bounds, q_full, do_full, kv_full):
+    def __init__(self, q, do, k, v, ds, ds_odd, dq, dq_boxes, lse, delta, bounds, q_full, do_full, kv_full):
         self.q = q
         self.do = do
         self.k = k
         self.v = v
         self.ds = ds
+        self.ds_odd = ds_odd
         self.dq = dq
         self.dq_boxes = dq_boxes
         self.lse = lse

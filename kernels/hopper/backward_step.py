@@ -24,12 +24,13 @@ from .backward_state import (
     transposed_dq_layout,
 )
 from .gluon_api import partition_barrier
+from .opaque import hidden
 from .scores import tanh
 
 
 @gluon.jit
-def step(use, more, tile, masked, operands, st, dk, dv, p, mem, T: gl.constexpr):
-    """One tile of queries, the `use`-th of this thread block.
+def step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, odd: gl.constexpr, T: gl.constexpr):
+    """One tile of queries, the `use`-th of this thread block; `odd` uses have a buffer of dS of their own.
 
     `operands`: see `left_operands`. With `T.early_scores`, `st` is the tile's S^T, and that of the next one is
     returned (`more`: there is one).
@@ -43,7 +44,10 @@ def step(use, more, tile, masked, operands, st, dk, dv, p, mem, T: gl.constexpr)
     DS_OPERAND: gl.constexpr = gl.DotOperandLayout(0, gradient_layout(T, T.qk_dim), 2)
     THREADS: gl.constexpr = T.num_warps * 32 + 32
     scale, cap_scale, grad_scale = p.scales
-    k, v, kt = operands
+    # Two of these steps stand in one loop, and what is constant in both would be kept in registers, and spilled.
+    use = hidden(use)
+    k, v, kt = operands if T.keys_in_registers else left_operands(mem, T)
+    ds_tile = (mem.ds_odd if odd else mem.ds).index(hidden(0))
     stage = use % T.stages
     q = mem.q.index(stage).reshape([BLOCK_M, QK_DIM])
     do = mem.do.index(stage).reshape([BLOCK_M, V_DIM])
@@ -69,22 +73,23 @@ def step(use, more, tile, masked, operands, st, dk, dv, p, mem, T: gl.constexpr)
     dpt = warpgroup_mma_wait(0, (dpt,))
     ds = (pt * (dpt - delta)).to(mem.q.dtype)
     ds_operand = gl.convert_layout(ds, DS_OPERAND, assert_trivial=True)
+    # Stored before the product is issued: the fence need not wait for it.
+    ds_tile.store(ds)
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
-    mem.ds.store(ds)
     fence_async_shared()
     partition_barrier()
-    dq = _dq(kt, mem, T)
+    dq = _dq(kt, ds_tile, T)
     dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
     # Operands are dependences of the waits: their registers must not be reused while a product reads them
     # (docs/hopper.md, hazards).
     dq, dv, p_operand = warpgroup_mma_wait(1, (dq, dv, p_operand))
-    barriers.sync_of_warpgroup(DQ_FREE, 160)
+    barriers.sync(DQ_FREE + warpgroup, 160)
     mem.dq.store(to_store(dq, T))
     fence_async_shared()
     if T.dq_warps == 1:
-        barriers.arrive_of_warpgroup(DQ_FULL, 160)
+        barriers.arrive(DQ_FULL + warpgroup, 160)
     else:
-        barriers.arrive_of_warpgroup(DQ_FULL + (use & 1) * (DQ_FULL_ODD - DQ_FULL), 160)
+        barriers.arrive((DQ_FULL_ODD if odd else DQ_FULL) + warpgroup, 160)
     if T.early_scores:
         st = scores(use + 1, more, k, mem, T)
         dk, st, ds_operand = warpgroup_mma_wait(0, (dk, st, ds_operand))
@@ -101,8 +106,8 @@ def left_operands(mem, T: gl.constexpr):
     In registers where there is room, at head_dim 64: the two operands of a product of 64 rows and 64 columns take
     shared memory as long to deliver as the product takes.
     """
-    k = mem.k.reshape([T.block_n, T.qk_dim])
-    v = mem.v.reshape([T.block_n, T.v_dim])
+    k = mem.k.index(hidden(0)).reshape([T.block_n, T.qk_dim])
+    v = mem.v.index(hidden(0)).reshape([T.block_n, T.v_dim])
     kt = k.permute((1, 0))
     if T.keys_in_registers:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, scores_layout(T), 2)
@@ -122,11 +127,11 @@ def scores(use, exists, k, mem, T: gl.constexpr):
 
 
 @gluon.jit
-def _dq(kt, mem, T: gl.constexpr):
+def _dq(kt, ds_tile, T: gl.constexpr):
     """Issue dQ = dS K, or dQ^T = K^T dS^T."""
     if T.keys_in_registers:
         zero = gl.zeros((T.qk_dim, T.block_m), gl.float32, transposed_dq_layout(T))
-        return warpgroup_mma(kt, mem.ds, zero, use_acc=False, is_async=True)
+        return warpgroup_mma(kt, ds_tile, zero, use_acc=False, is_async=True)
     else:
         zero = gl.zeros((T.block_m, T.qk_dim), gl.float32, dq_layout(T))
-        return warpgroup_mma(mem.ds.permute((1, 0)), kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+        return warpgroup_mma(ds_tile.permute((1, 0)), kt.permute((1, 0)), zero, use_acc=False, is_async=True)

@@ -20,12 +20,6 @@ def _barrier_asm(kind, threads):
     return "{ bar." + kind + " $1, " + str(threads) + "; mov.u32 $0, 0; }"
 
 
-@gluon.constexpr_function
-def _barrier_asm_of_warpgroup(kind, threads):
-    index = ".reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; add.u32 t, t, $1; "
-    return "{ " + index + "bar." + kind + " t, " + str(threads) + "; mov.u32 $0, 0; }"
-
-
 @gluon.jit
 def sync(barrier, threads: gl.constexpr):
     """Wait at `barrier` until `threads` threads have come."""
@@ -41,17 +35,11 @@ def arrive(barrier, threads: gl.constexpr):
 
 
 @gluon.jit
-def sync_of_warpgroup(first_barrier, threads: gl.constexpr):
-    """As `sync`, at barrier `first_barrier + warpgroup`: each warpgroup of the default partition has its own."""
-    ASM: gl.constexpr = _barrier_asm_of_warpgroup("sync", threads)
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(first_barrier)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def arrive_of_warpgroup(first_barrier, threads: gl.constexpr):
-    """As `arrive`, at barrier `first_barrier + warpgroup`."""
-    ASM: gl.constexpr = _barrier_asm_of_warpgroup("arrive", threads)
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(first_barrier)], dtype=gl.int32, is_pure=False, pack=1)
+def warpgroup_index():
+    """This thread's warpgroup of the default partition, for the barriers that each of them has to itself. To be asked
+    once: reading the thread's index takes longer than a barrier."""
+    ASM: gl.constexpr = "{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 7; }"
+    return gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ from . import barriers
 from .backward_state import new_barriers
 from .forward_state import hide_keys, limits, place, scores_layout
 from .gluon_api import aggregate, partition_barrier, tma_load, tma_store, tma_store_wait
+from .opaque import hidden
 from .scores import tanh
 
 K_FREE = gl.constexpr(5)
@@ -144,20 +145,11 @@ def load_partition(p, mem, T: gl.constexpr):
 
 
 @gluon.jit
-def here(w: gl.constexpr):
-    """`w`, where the compiler cannot see that it is a constant: it would keep the addresses of sixteen slices of Q and
-    dO each in registers over the loop, and spill them."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, $1;", "=r,r", [gl.to_tensor(w)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def step(i, block, masked, rows, lse, delta, dq, p, mem, w: gl.constexpr, T: gl.constexpr):
     """The i-th block of keys."""
     LAYOUT: gl.constexpr = scores_layout(T)
     stage = i % T.stages
-    own = here(w)
+    own = hidden(w)
     q = mem.q.index(own).reshape([64, T.qk_dim])
     do = mem.do.index(own).reshape([64, T.v_dim])
     k = mem.k.index(stage).reshape([T.block_n, T.qk_dim])
