@@ -93,13 +93,7 @@ def _additive(request: Request) -> str | None:
 
 
 def _gate(request: Request) -> str | None:
-    """What has not run on a card in its present form, or not been timed; and where cuDNN is faster and can compute the
-    call."""
-    if _is_unchecked(request):
-        return (
-            "documents, masks and a softcap above head_dim 128 have not run on a card since the kernels changed; "
-            "name it (kernels=('hopper',)) to use it."
-        )
+    """What has not been timed, and where cuDNN is faster and can compute the call."""
     if _copies_much(request):
         return (
             "it has not been timed for an additive mask that fewer than 4 query heads share, and by the bytes it takes "
@@ -112,14 +106,6 @@ def _gate(request: Request) -> str | None:
     if cudnn is None or cudnn.available() or cudnn.supports(request) or cudnn.gate(request):
         return None
     return f"cuDNN is faster for {reason}."
-
-
-def _is_unchecked(request: Request) -> bool:
-    wide = max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0) > 128
-    softcap = request.options.get("softcap", 0.0)
-    return wide and (
-        softcap != 0.0 or any(name in request.dtypes for name in ("mask", "q_segment_ids", "cu_seqlens_q"))
-    )
 
 
 def _copies_much(request: Request) -> bool:

@@ -3,7 +3,6 @@ reasons for a refusal."""
 
 from __future__ import annotations
 
-import copy
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -204,24 +203,6 @@ def test_the_backward_of_192_and_128_lanes_is_left_to_cudnn(monkeypatch: pytest.
     shapes = {"q": (4, 4096, 16, 192), "k": (4, 4096, 16, 192), "v": (4, 4096, 16, 128)}
     assert _gate(replace(request(shapes=shapes), op="attention_backward")) is not None
     assert _gate(request(shapes=shapes)) is None
-
-
-@pytest.mark.parametrize(
-    ("more", "gated"),
-    [
-        ({"softcap": 30.0}, True),
-        ({"dtypes": {"q_segment_ids": torch.int32}}, True),
-        ({"dtypes": {"cu_seqlens_q": torch.int32}}, True),
-        ({"dtypes": {"mask": torch.bool}}, True),
-        ({"causal": "top_left", "window_left": 5}, False),
-    ],
-)
-def test_what_has_not_run_on_a_card(more: dict[str, object], gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chosen only when named. Up to head_dim 128 all of it has run."""
-    monkeypatch.setattr("fusion_pass.kernels.hopper.kernels", lambda _: ())
-    for head_dim, expected in ((256, gated), (128, False)):
-        call = request(shapes=dict.fromkeys("qkv", (1, 8192, 4, head_dim)), **copy.deepcopy(more))
-        assert ("have not run on a card" in (_gate(call) or "")) == expected
 
 
 @pytest.mark.parametrize(
