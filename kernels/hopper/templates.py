@@ -267,10 +267,11 @@ class BackwardTile:
 _BACKWARD_TILES: dict[tuple[int, int, bool], BackwardTile] = {
     # (qk_dim, v_dim, masked)
     # Causal 4k 430 (375), full 481 (441). With K^T in shared memory 417 and 470, with all three 373 and 414; with early
-    # scores 433 and 476; 128 queries spill.
+    # scores 433 and 476; 128 queries spill. Since dS has two buffers causal 4k 451 (358), and 412 with one in the same
+    # run; with early scores 439.
     (64, 64, True): BackwardTile(64, 128, stages=2, keys_in_registers=True, early_scores=False),
     (64, 64, False): BackwardTile(64, 128, stages=2, keys_in_registers=True, early_scores=False),
-    # Causal 4k 507 (449), full 574 (516); each with the other's `early_scores` 496 and 560.
+    # Causal 4k 507 (449), full 574 (516); each with the other's `early_scores` 496 and 560. All with one buffer of dS.
     (128, 128, True): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=True),
     (128, 128, False): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=False),
 }
