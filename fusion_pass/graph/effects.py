@@ -50,8 +50,8 @@ class Effects:
         self._writes: dict[int, list[fx.Node]] = {}
         self._writes_at: dict[int, list[int]] = {}
         self._last = -1
-        self.written_form = Forms()
-        """How a node is written."""
+        self.written_forms = Forms()
+        """How each node is written."""
         self.writers: list[fx.Node] = []
         """Nodes that may write to memory, in order."""
         for position, node in enumerate(graph.nodes):
