@@ -82,9 +82,12 @@ class Effects:
 
     @cached_property
     def _by_operation(self) -> dict[str, list[fx.Node]]:
-        found: dict[str, list[fx.Node]] = {}
+        by_target: dict[object, list[fx.Node]] = {}
         for node in self.order:
-            found.setdefault(operation(node), []).append(node)
+            by_target.setdefault((node.op, node.target), []).append(node)
+        found: dict[str, list[fx.Node]] = {}
+        for nodes in by_target.values():
+            found.setdefault(operation(nodes[0]), []).extend(nodes)
         return found
 
     @cached_property
