@@ -173,9 +173,8 @@ def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> 
         _check_unwritten(effects, heads.node, heads.folded[-1] if heads.folded else reader, anchor)
     if attention.sinks is not None:
         sinks = attention.sinks.node
-        first_reader = min(
-            sinks.users, key=effects.order.__getitem__
-        )  # a copy, perhaps: what the scores are joined with
+        # Often a copy of the sinks, which the scores are joined with: what is written later, that copy does not see.
+        first_reader = min(sinks.users, key=effects.order.__getitem__)
         _check_unwritten(effects, sinks, first_reader, anchor)
     seen = prove(index_reader, attention.masks, frame, anchor)
     if attention.is_causal:
