@@ -89,7 +89,9 @@ class Repeats:
     def __init__(self) -> None:
         self._plans: dict[object, Planned] = {}
 
-    def plan(self, site: Site, operands: Mapping[str, Operand], options: Mapping[str, Literal]) -> Planned | None:
+    def plan(
+        self, site: Site, operands: Mapping[str, Operand], options: Mapping[str, Literal], after: fx.Node
+    ) -> Planned | None:
         """The plan of an earlier site, moved to this one, if what was evaluated for it is the same here."""
         earlier = self._plans.get(_signature(site, operands, options))
         if earlier is None:
@@ -99,10 +101,10 @@ class Repeats:
             for name, operand in operands.items()
         }
         results = tuple(
-            replace(result, replaces=output.node, values=(*result.values[:-1], fake(output.node)))
+            Result(output.node, result.index, result.steps, (*result.values[:-1], fake(output.node)))
             for output, result in zip(site.outputs, earlier.results, strict=True)
         )
-        return replace(earlier, site=site, tensors=tensors, results=results)
+        return replace(earlier, site=site, tensors=tensors, results=results, after=after)
 
     def keep(self, plan: Planned, operands: Mapping[str, Operand], options: Mapping[str, Literal]) -> None:
         """Remember `plan`, unless it depends on who reads its results (see `layout.py`) and not on its signature
@@ -145,11 +147,11 @@ def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Nod
     _check_single_reader(site)
     after = _insertion_point(site, [operand.node for operand in operands.values()])
     options = {name: _literal(site, name, option) for name, option in site.call.options.items()}
-    plan = repeats.plan(site, operands, options)
+    plan = repeats.plan(site, operands, options, after)
     if plan is None:
         plan = _evaluated(site, operands, options, config, after)
         repeats.keep(plan, operands, options)
-    return replace(plan, after=after)
+    return plan
 
 
 def _evaluated(

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import fx
 
 from fusion_pass.graph.site import Step
-from fusion_pass.graph.vocabulary import written_arguments
+from fusion_pass.graph.vocabulary import fake, operation, written_arguments
 from fusion_pass.plan import Moved, Planned
 
 Views = dict[tuple[fx.Node, Step], fx.Node]
@@ -75,7 +75,7 @@ class _Editor:
 
     def operand(self, moved: Moved) -> fx.Node:
         """What the call reads."""
-        node = moved.node
+        node = self.first_of_its_kind(moved.node) if moved.steps else moved.node
         for step, value in zip(moved.steps, moved.values[1:], strict=True):
             view = self.views.get((node, step))
             if view is None or view._erased or self.after < view:
@@ -84,6 +84,21 @@ class _Editor:
                     self.views[node, step] = view
             node = view
         return node
+
+    def first_of_its_kind(self, node: fx.Node) -> fx.Node:
+        """For `table.unsqueeze(1)`, which models write once a layer, that of an earlier site: they are views of one
+        memory, and then what the operator wants of it is there too."""
+        if operation(node) != "unsqueeze" or node.kwargs or len(node.args) != 2:
+            return node
+        table, axis = node.args
+        if not isinstance(table, fx.Node) or type(axis) is not int or any(map(written_arguments, node.users)):
+            return node
+        step = Step("unsqueeze", (axis,))
+        first = self.views.get((table, step))
+        if first is None or first._erased or self.after < first:
+            self.views[table, step] = node
+            return node
+        return first if fake(first).requires_grad == fake(node).requires_grad else node
 
     def chain(self, node: fx.Node, steps: Iterable[Step], values: Sequence[Any]) -> fx.Node:
         """`node` through `steps`; `values` as in `Moved`."""

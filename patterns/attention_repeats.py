@@ -14,7 +14,7 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.repeats import Mapping, Repeats
-from fusion_pass.graph.site import Operand, Site
+from fusion_pass.graph.site import Call, Operand, Output, Site
 from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake, fake_tensor, layer_of, operation
 
 SDPA = "scaled_dot_product_attention"
@@ -84,8 +84,13 @@ def _moved(site: Site, to: Mapping, call: fx.Node) -> Site:
     return replace(
         site,
         layer=layer_of(call),
-        call=replace(site.call, tensors={name: operand(o) for name, o in site.call.tensors.items()}),
-        outputs=tuple(replace(output, node=to[output.node]) for output in site.outputs),
+        call=Call(
+            site.call.name,
+            {name: operand(o) for name, o in site.call.tensors.items()},
+            site.call.options,
+            site.call.namespace,
+        ),
+        outputs=tuple(Output(to[output.node], output.index, output.steps) for output in site.outputs),
         region=frozenset(to[node] for node in site.region),
         anchor=to[site.anchor],
     )

@@ -52,7 +52,7 @@ def _place(attention: fx.Node, values: Container[fx.Node]) -> str:
 
 def attends(node: fx.Node) -> bool:
     """Whether `node` multiplies queries with keys, or may do so."""
-    return fused(node) or operation(node) in ("matmul", "baddbmm", "einsum")
+    return operation(node) in ("matmul", "baddbmm", "einsum") or fused(node)
 
 
 def fused(node: fx.Node) -> bool:

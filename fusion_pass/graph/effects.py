@@ -50,8 +50,8 @@ class Effects:
         self._writes: dict[int, list[fx.Node]] = {}
         self._writes_at: dict[int, list[int]] = {}
         self._last = -1
-        self.written_form = Forms()
-        """How a node is written."""
+        self.written_forms = Forms()
+        """How each node is written."""
         self.writers: list[fx.Node] = []
         """Nodes that may write to memory, in order."""
         for position, node in enumerate(graph.nodes):
@@ -82,9 +82,12 @@ class Effects:
 
     @cached_property
     def _by_operation(self) -> dict[str, list[fx.Node]]:
-        found: dict[str, list[fx.Node]] = {}
+        by_target: dict[object, list[fx.Node]] = {}
         for node in self.order:
-            found.setdefault(operation(node), []).append(node)
+            by_target.setdefault((node.op, node.target), []).append(node)
+        found: dict[str, list[fx.Node]] = {}
+        for nodes in by_target.values():
+            found.setdefault(operation(nodes[0]), []).extend(nodes)
         return found
 
     @cached_property

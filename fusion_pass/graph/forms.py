@@ -12,36 +12,33 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-Form: TypeAlias = "tuple[int, tuple[fx.Node, ...]]"
+Form: TypeAlias = tuple[int, tuple[fx.Node, ...]]
 """A number, equal for two nodes that differ in their inputs at most, and the inputs in order of appearance."""
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 """Types of most literals, which are compared by their values. Others are the same only as one object."""
 
 
-class Forms:
-    """The forms of one graph's nodes."""
+class Forms(dict[fx.Node, Form]):
+    """The forms of one graph's nodes, each taken when it is first asked for."""
 
     def __init__(self) -> None:
-        self._forms: dict[fx.Node, Form] = {}
+        super().__init__()
         self._numbers: dict[tuple[object, ...], int] = {}
 
-    def __call__(self, node: fx.Node) -> Form:
-        form = self._forms.get(node)
-        if form is None:
-            inputs: list[fx.Node] = []
-            key: list[object] = [node.op]
-            if node.op in ("call_function", "call_method"):
-                key.append(node.target)
-            args = node.args
-            key.append(len(args))
-            _write(args, key, inputs)
-            kwargs = node.kwargs
-            if kwargs:
-                key.append(tuple(kwargs))
-                _write(kwargs.values(), key, inputs)
-            form = self._numbers.setdefault(tuple(key), len(self._numbers)), tuple(inputs)
-            self._forms[node] = form
+    def __missing__(self, node: fx.Node) -> Form:
+        inputs: list[fx.Node] = []
+        key: list[object] = [node.op]
+        if node.op in ("call_function", "call_method"):
+            key.append(node.target)
+        args = node.args
+        key.append(len(args))
+        _write(args, key, inputs)
+        kwargs = node.kwargs
+        if kwargs:
+            key.append(tuple(kwargs))
+            _write(kwargs.values(), key, inputs)
+        form = self[node] = self._numbers.setdefault(tuple(key), len(self._numbers)), tuple(inputs)
         return form
 
 

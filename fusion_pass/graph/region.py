@@ -14,9 +14,9 @@ from .vocabulary import fake_tensor, operation, written_arguments
 
 def modelled(node: fx.Node) -> bool:
     """Whether the reader knows what `node` does (otherwise a region ends there)."""
-    return node.op in ("call_function", "call_method") and (
-        operation(node) in HANDLERS or bool(written_arguments(node))
-    )
+    if node.op not in ("call_function", "call_method"):
+        return False
+    return operation(node) in HANDLERS or bool(written_arguments(node))
 
 
 def inputs(effects: Effects, node: fx.Node) -> list[fx.Node]:

@@ -41,6 +41,31 @@ class _Place(Generic[T]):
     verdict: T
 
 
+class _Forms(dict[fx.Node, Form]):
+    """The forms of nodes as a comparison needs them: what is not followed has its facts in the place of arguments and
+    inputs."""
+
+    def __init__(self, effects: Effects, followed: Callable[[fx.Node], bool]) -> None:
+        super().__init__()
+        self._written = effects.written_forms
+        self._modes_change = bool(effects.graph.find_nodes(op="call_function", target=_ENTER_AUTOCAST))
+        self._followed = followed
+        self._follows: dict[int, bool] = {}
+        self._kinds: dict[object, int] = {}
+
+    def __missing__(self, node: fx.Node) -> Form:
+        form = self._written[node]
+        follows = self._follows.get(form[0])
+        if follows is None:  # which holds for every node that is written like this one
+            follows = self._follows[form[0]] = self._followed(node)
+        if not follows or self._modes_change:
+            own = form[0] if follows else (node.op, node.target if node.op in _CALLS else None)
+            key = own, facts(fake(node))
+            form = -1 - self._kinds.setdefault(key, len(self._kinds)), form[1] if follows else ()
+        self[node] = form
+        return form
+
+
 class Repeats(Generic[T]):
     """Verdicts by place. Valid as long as the graph does not change.
 
@@ -50,10 +75,7 @@ class Repeats(Generic[T]):
     def __init__(self, effects: Effects, followed: Callable[[fx.Node], bool] = modelled) -> None:
         self._effects = effects
         self._followed = followed
-        self._modes_change = bool(effects.graph.find_nodes(op="call_function", target=_ENTER_AUTOCAST))
-        self._forms: dict[fx.Node, Form] = {}
-        self._follows: dict[int, bool] = {}
-        self._kinds: dict[object, int] = {}
+        self._forms = _Forms(effects, followed)
         self._known: dict[object, list[_Place[T]]] = {}
 
     def lookup(self, root: fx.Node) -> tuple[T, Mapping] | None:
@@ -72,23 +94,8 @@ class Repeats(Generic[T]):
         place = _Place(root, self._readers(root), verdict)
         self._known.setdefault(self._key(root), []).append(place)
 
-    def form(self, node: fx.Node) -> Form:
-        """The form of `node`; what is not followed has its facts in the place of arguments and inputs."""
-        form = self._forms.get(node)
-        if form is None:
-            form = self._effects.written_form(node)
-            follows = self._follows.get(form[0])
-            if follows is None:  # which holds for every node that is written like this one
-                follows = self._follows[form[0]] = self._followed(node)
-            if not follows or self._modes_change:
-                own = form[0] if follows else (node.op, node.target if node.op in _CALLS else None)
-                key = own, facts(fake(node))
-                form = -1 - self._kinds.setdefault(key, len(self._kinds)), form[1] if follows else ()
-            self._forms[node] = form
-        return form
-
     def _key(self, root: fx.Node) -> object:
-        return self.form(root)[0], len(root.users)
+        return self._forms[root][0], len(root.users)
 
     def _readers(self, root: fx.Node) -> tuple[fx.Node, ...]:
         start = root
@@ -102,6 +109,7 @@ class Repeats(Generic[T]):
         `queue`: the roots and their readers."""
         if any(len(a.users) != len(b.users) for a, b in queue):
             return None
+        forms, any_writes = self._forms, self._effects.any_writes
         forward: Mapping = {}
         taken: set[fx.Node] = set()
         while queue:
@@ -114,11 +122,11 @@ class Repeats(Generic[T]):
             forward[a] = b
             taken.add(b)
             if a is not b:
-                (kind, inputs), (other, others) = self.form(a), self.form(b)
+                (kind, inputs), (other, others) = forms[a], forms[b]
                 if kind != other:
                     return None
                 queue += zip(inputs, others, strict=True)
-            if self._effects.any_writes and not self._follow_writes(a, b, queue):
+            if any_writes and not self._follow_writes(a, b, queue):
                 return None
         return forward if self._same_order(forward) else None
 

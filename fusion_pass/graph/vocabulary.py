@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import re
 from functools import lru_cache
@@ -93,12 +94,15 @@ _PURE_HIGHER_ORDER = frozenset(
 )
 
 
+_CALLS = ("call_function", "call_method")
+
+
 def operation(node: fx.Node) -> str:
     """Canonical name of what `node` does; for nodes that call nothing, their kind (`placeholder`, `get_attr`, ...)."""
-    op = node.op
-    return _function_name(node.target) if op == "call_function" else _name(op, node.target)
+    return _name(node.op, node.target) if node.op in _CALLS else node.op
 
 
+@lru_cache(maxsize=8192)
 def _name(op: str, target: Any) -> str:
     if op == "call_method":
         return _ALIASES.get(str(target), str(target))
@@ -107,7 +111,6 @@ def _name(op: str, target: Any) -> str:
     return op
 
 
-@lru_cache(maxsize=8192)
 def _function_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         name = target._opname if target.namespace in ("aten", "prims") else str(target)
@@ -142,24 +145,25 @@ def _arithmetic(op: str, target: Any) -> str | None:
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory `node` may write."""
-    if node.op == "call_module":
-        return list(node.all_input_nodes)
-    if node.op not in ("call_function", "call_method"):
-        return []
+    op, target = node.op, node.target
+    if op not in _CALLS:
+        return list(node.all_input_nodes) if op == "call_module" else []
+    kwargs = node.kwargs
+    if len(node.args) <= _harmless_arguments(op, target) and not ("out" in kwargs or "inplace" in kwargs):
+        return []  # which most calls are
     out, inplace = _given(node, "out"), _given(node, "inplace")
-    if out is None and inplace is None and _writes_nothing(node.op, node.target):
+    if out is None and inplace is None and _writes_nothing(op, target):
         return []
     written = (
         []
         if out is None
         else [n for n in node.all_input_nodes if n in (out if isinstance(out, tuple | list) else [out])]
     )
-    target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return written + _written_by_schema(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return [] if target._name in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
-    if _writes_first(node.op, target) or inplace not in (None, False):
+    if _writes_first(op, target) or inplace not in (None, False):
         first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
         written += [first] if isinstance(first, fx.Node) else list(node.all_input_nodes)
     return written
@@ -180,6 +184,16 @@ def _position(target: Any, name: str) -> int | None:
         return None
     names = list(inspect.signature(target).parameters)
     return names.index(name) if name in names else None
+
+
+@lru_cache(maxsize=8192)
+def _harmless_arguments(op: str, target: Any) -> float:
+    """How many positional arguments a call of `target` may have and still write to none of them, given neither `out`
+    nor `inplace` by name; negative when it writes in any case."""
+    if not _writes_nothing(op, target):
+        return -1
+    positions = [_position(target, name) for name in ("out", "inplace")] if op == "call_function" else []
+    return min((position for position in positions if position is not None), default=math.inf)
 
 
 @lru_cache(maxsize=8192)

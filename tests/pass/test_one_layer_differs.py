@@ -197,3 +197,12 @@ def found(graph: fx.Graph) -> list[Site | Refusal]:
 def run(module: fx.GraphModule, values: list[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
         return list(module(*[value.clone() for value in values]))
+
+
+def test_the_views_of_the_tables_are_made_once_a_graph(captured: tuple[fx.GraphModule, list[torch.Tensor]]) -> None:
+    module = copy.deepcopy(captured[0])
+    assert sum(operation(node) == "unsqueeze" and ".self_attn" in layer_of(node) for node in module.graph.nodes) == 8
+    pipeline.fuse(module, FusionConfig(allow_reference=True, kernels=("reference",), whole_block=False))
+    calls = [node for node in module.graph.nodes if "qk_norm_rope" in str(node.target)]
+    assert len(calls) == LAYERS
+    assert len({(call.kwargs["cos"], call.kwargs["sin"]) for call in calls}) == 1
