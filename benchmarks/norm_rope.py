@@ -12,15 +12,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._functorch.config
 from torch import Tensor
 
@@ -118,7 +120,7 @@ SHAPES = [
 DEVICE = "cuda"
 BACKENDS = ("auto", "triton", "cuda")
 QUICK = ("packed MRoPE 32+8", "packed MRoPE 16+2", "Qwen3-8B 32+8")
-TOKENS = (1, 16, 256, 1024, 4096, 16384, 65536)
+TOKENS = (1, 16, 256, 1024, 2048, 4096, 16384, 65536)
 
 
 def formula(
@@ -238,7 +240,7 @@ def make_data(shape: Shape, tokens: int) -> Data:
     sequence = tokens // batch
 
     def random(*size: int) -> Tensor:
-        return torch.randn(*size, device=DEVICE).to(shape.dtype).requires_grad_()
+        return torch.randn(*size, device=DEVICE, dtype=shape.dtype).requires_grad_()
 
     if shape.packed:
         x = [random(batch, sequence, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)]
@@ -307,17 +309,21 @@ def agrees(run: Callable[..., tuple[Tensor, ...]], shape: Shape, data: Data) -> 
 
 
 def benchmark(
-    shape: Shape, tokens: int, bandwidth: float, baselines: Sequence[str], backend: str = "auto"
+    shape: Shape,
+    tokens: int,
+    bandwidth: float,
+    baselines: Sequence[str],
+    backend: str = "auto",
+    compiled: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> list[Row]:
-    """All rows of one shape and size."""
+    """All rows of one shape and size. `compiled`: the formula under `torch.compile`, where there is one already."""
     count = sets_for(shape.least_bytes(tokens, "forward"), most=32)
     data = [make_data(shape, tokens) for _ in range(count)]
     runs: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
     if "eager" in baselines:
         runs["eager"] = formula
     if "inductor" in baselines:
-        torch._dynamo.reset()
-        runs["inductor"] = torch.compile(formula, dynamic=False)
+        runs["inductor"] = compiled or compile_formula()
     alternative = liger(shape)
     if alternative is not None and agrees(alternative, shape, data[0]):
         runs["liger"] = alternative
@@ -359,28 +365,82 @@ def benchmark(
     return rows
 
 
-def compile_case(job: tuple[Shape, int, Sequence[str]]) -> None:
-    """Put what will be measured of one shape and size into the caches on disk; in a process of its own."""
-    shape, tokens, names = job
-    configure()
+def compile_formula() -> Callable[..., tuple[Tensor, ...]]:
+    """Inductor's code, for each size its own: code for any number of tokens is up to fourteen times slower."""
+    torch._dynamo.reset()
+    return torch.compile(formula, dynamic=False)
+
+
+def configure() -> None:
+    """Settings of PyTorch that every process shares."""
+    torch._functorch.config.donated_buffer = False  # the backward is run again and again on one graph
+    torch._dynamo.config.recompile_limit = 4 * len(TOKENS)
+
+
+def compile_size(
+    shape: Shape, tokens: int, names: Sequence[str], compiled: Callable[..., tuple[Tensor, ...]] | None
+) -> None:
+    """Run once what will be measured of one size."""
     data = make_data(shape, tokens)
     arguments = (shape, data.x, data.cos, data.sin, data.weights)
     inputs = [t for t in (*data.x, *data.weights) if t is not None]
-    torch._dynamo.reset()
     runs: list[Callable[..., tuple[Tensor, ...]]] = [partial(fused, backend=name) for name in names if name in BACKENDS]
-    if "inductor" in names:
-        runs.append(torch.compile(formula, dynamic=False))
-    for run in runs:
-        with contextlib.suppress(NotImplementedError):
+    for run in runs if compiled is None else [*runs, compiled]:
+        # A back end may refuse a shape; what does not fit beside the other processes is compiled when it is measured.
+        with contextlib.suppress(NotImplementedError, torch.OutOfMemoryError):
             with torch.no_grad():
                 run(*arguments)
             outputs = run(*arguments)
             torch.autograd.grad(outputs, inputs, [torch.randn_like(o) for o in outputs])
 
 
-def configure() -> None:
-    """Settings of PyTorch that every process shares."""
-    torch._functorch.config.donated_buffer = False  # the backward is run again and again on one graph
+def serve(orders: Connection, shape: Shape, sizes: Sequence[int], arguments: argparse.Namespace, until: float) -> None:
+    """A process for one shape: compiles every size, as many as can be started until then, and sends which; then
+    receives (tokens, bandwidth) and sends the rows, until it receives None."""
+    configure()
+    torch.manual_seed(0)
+    names = (arguments.backend, *arguments.baselines)
+    with side_stream():
+        compiled = compile_formula() if "inductor" in names else None
+        ready = []
+        for tokens in sizes:
+            if time.time() < until:
+                compile_size(shape, tokens, names, compiled)
+                ready.append(tokens)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        orders.send(ready)
+        while (order := orders.recv()) is not None:
+            tokens, bandwidth = order
+            orders.send(benchmark(shape, tokens, bandwidth, arguments.baselines, arguments.backend, compiled))
+
+
+@contextlib.contextmanager
+def side_by_side(
+    shapes: Sequence[Shape], sizes: Sequence[int], arguments: argparse.Namespace
+) -> Iterator[Callable[[Shape, int, float], list[Row]]]:
+    """`benchmark` by one process a shape. They compile at the same time, and measure when they are called: alone."""
+    context = multiprocessing.get_context("spawn")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # these processes are as many as there are cores
+    until = time.time() + arguments.compile_seconds
+    workers: dict[str, Connection] = {}
+    for shape in shapes:
+        workers[shape.name], orders = context.Pipe()
+        context.Process(target=serve, args=(orders, shape, sizes, arguments, until), daemon=True).start()
+        orders.close()  # so that a process which ends is noticed here
+    ready = {name: orders.recv() for name, orders in workers.items()}
+
+    def measure_there(shape: Shape, tokens: int, bandwidth: float) -> list[Row]:
+        if tokens not in ready[shape.name]:
+            print(f"{shape.name}, {tokens} tokens: not compiled in time", flush=True)
+            return []
+        workers[shape.name].send((tokens, bandwidth))
+        rows: list[Row] = workers[shape.name].recv()
+        return rows
+
+    yield measure_there
+    for orders in workers.values():
+        orders.send(None)
 
 
 def launch_cost() -> dict[str, float]:
@@ -400,7 +460,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="names of shapes")
     parser.add_argument("--baselines", nargs="*", default=["eager", "inductor"], help="also back ends: triton, cuda")
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="the back end that is measured")
-    parser.add_argument("--processes", type=int, default=0, help="compile in so many processes first")
+    parser.add_argument("--parallel", action="store_true", help="one process a shape; they compile side by side first")
+    parser.add_argument("--compile-seconds", type=float, default=float("inf"), help="of --parallel, at most about")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no measurement after so many")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return parser.parse_args()
@@ -411,26 +472,28 @@ def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     configure()
     chosen = arguments.only or (QUICK if arguments.quick else [shape.name for shape in SHAPES])
-    if arguments.processes:
-        names = (arguments.backend, *arguments.baselines)
-        # Shapes side by side: most of what one size compiles, the next finds.
-        jobs = [(s, tokens, names) for tokens in arguments.tokens for s in SHAPES if s.name in chosen]
-        with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(compile_case, jobs))
-    bandwidth = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}: a 1 GiB copy moves {bandwidth / 1e3:.0f} GB/s")
-    host = launch_cost()
-    print(f"host time of one eager call: {host['inference']} us, {host['training']} us in training")
-    rows: list[Row] = []
-    cases = [(shape, tokens) for tokens in arguments.tokens for shape in SHAPES if shape.name in chosen]
-    for number, (shape, tokens) in enumerate(cases):
-        if time.monotonic() - start > arguments.seconds:
-            print(f"time is up: {len(cases) - number} of {len(cases)} cases are not measured")
-            break
-        rows += benchmark(shape, tokens, bandwidth, arguments.baselines, arguments.backend)
-        # After every case: a run that is cut short keeps what it measured.
-        facts = {"copy_gb_s": round(bandwidth / 1e3), "host_us": host}
-        write_results("norm_rope", rows, facts, arguments.out)
+    shapes = [shape for shape in SHAPES if shape.name in chosen]
+    with contextlib.ExitStack() as stack:
+        run: Callable[[Shape, int, float], list[Row]]
+        run = partial(benchmark, baselines=arguments.baselines, backend=arguments.backend)
+        if arguments.parallel:
+            run = stack.enter_context(side_by_side(shapes, arguments.tokens, arguments))
+            print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+        bandwidth = copy_bandwidth()
+        torch.cuda.empty_cache()
+        print(f"{torch.cuda.get_device_name()}: a 1 GiB copy moves {bandwidth / 1e3:.0f} GB/s")
+        host = launch_cost()
+        print(f"host time of one eager call: {host['inference']} us, {host['training']} us in training", flush=True)
+        rows: list[Row] = []
+        cases = [(shape, tokens) for tokens in arguments.tokens for shape in shapes]
+        for number, (shape, tokens) in enumerate(cases):
+            if time.monotonic() - start > arguments.seconds:
+                print(f"time is up: {len(cases) - number} of {len(cases)} cases are not measured")
+                break
+            rows += run(shape, tokens, bandwidth)
+            # After every case: a run that is cut short keeps what it measured.
+            facts = {"copy_gb_s": round(bandwidth / 1e3), "host_us": host}
+            write_results("norm_rope", rows, facts, arguments.out)
 
 
 if __name__ == "__main__":
