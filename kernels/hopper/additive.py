@@ -84,10 +84,11 @@ def _values(
     order: bool,
     forward: bool,
 ) -> Rows:
-    num_queries, num_keys, *tile = sizes
+    num_queries, num_keys, block_m, block_n = sizes
     mask, conditions = _described(seen, num_queries, num_keys)
+    tiling = Tiling.of(conditions, mask.shape[1], block_m, block_n, forward)
     floor = mask_floor(mask.dtype) if seen.has_row_floors() else float("-inf")
-    plan = _plan(mask.shape[1], mask.stride(), mask.dtype, dtype, conditions, mask.device, *tile, floor, order, forward)
+    plan = _plan(tiling, mask.stride(), mask.dtype, dtype, conditions, mask.device, floor, order)
     bits, ranges, counts, extra = (torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in plan.shapes)
     values = mask.new_empty(plan.values_shape, dtype=dtype)
     rows = of_rows.shape[1]
@@ -133,19 +134,15 @@ class _Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    heads: int,
+    tiling: Tiling,
     strides: tuple[int, ...],
     mask_dtype: torch.dtype,
     dtype: torch.dtype,
     conditions: Conditions,
     device: torch.device,
-    block_m: int,
-    block_n: int,
     floor: float,
     order: bool,
-    forward: bool,
 ) -> _Plan:
-    tiling = Tiling.of(conditions, heads, block_m, block_n, forward)
     parts: int = BLOCK_TOKENS // FLAG.value
     own, other = tiling.own_blocks, tiling.other_blocks
     rows = -(-conditions.num_queries // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -156,8 +153,8 @@ def _plan(
         values_shape=(tiling.planes, own * BLOCK_TOKENS // 16, other * BLOCK_TOKENS // 16, 256),
         values=Launch(
             mask_values, tiling.grid, device, (mask_dtype, *conditions.dtypes, int32, dtype, float32, int32),
-            (*conditions.strides(strides), heads, own, extra, *conditions.numbers, floor),
-            {"OWN_ARE_KEYS": not forward, **conditions.constants}, num_warps=8,
+            (*conditions.strides(strides), tiling.heads, own, extra, *conditions.numbers, floor),
+            {"OWN_ARE_KEYS": not tiling.forward, **conditions.constants}, num_warps=8,
         ),
         ranges=tiling.launch_ranges(device, flags_plane=extra),
         order=tiling.launch_order(device) if order else None,

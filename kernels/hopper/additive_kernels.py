@@ -11,7 +11,7 @@ accumulator of wgmma). The unit's numbers lie thread by thread, so that a thread
 import triton
 import triton.language as tl
 
-from .explicit_kernels import BLOCK, FLAG, seen_beside, store_bits
+from .explicit_kernels import BLOCK, FLAG, pairs_of_program, seen_beside, store_bits
 
 _LARGE = tl.constexpr(64.0)
 """Rows whose largest number is below in magnitude need no shift: float32 adds it to a score with an error of 4e-6."""
@@ -61,18 +61,9 @@ def mask_values(
 
     `floor`: a number at or below it hides its key from a row that has an ordinary number.
     """
-    plane = tl.program_id(0) // own_blocks
-    block = tl.program_id(0) - plane * own_blocks
-    b = (plane // heads).to(tl.int64)
-    h = (plane % heads).to(tl.int64)
-    own = block * BLOCK + tl.arange(0, BLOCK)
-    other = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if OWN_ARE_KEYS:
-        row, key = other[None, :], own[:, None]
-    else:
-        row, key = own[:, None], other[None, :]
-    inside = (row < num_queries) & (key < num_keys)
-    at = mask + b * mask_batch + h * mask_head + row.to(tl.int64) * mask_row + key.to(tl.int64) * mask_key
+    plane, b, own, row, key, inside, at = pairs_of_program(
+        mask, mask_batch, mask_head, mask_row, mask_key, heads, own_blocks, num_queries, num_keys, OWN_ARE_KEYS
+    )
     number = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     mine = plane.to(tl.int64) * extra_plane
     shift = tl.load(extra + mine + row, mask=row < num_queries, other=0.0)
@@ -87,6 +78,7 @@ def mask_values(
     blocks = tl.num_programs(1) - 1
     if tl.program_id(1) < blocks:
         PARTS: tl.constexpr = BLOCK // FLAG
+        block = tl.program_id(0) - plane * own_blocks
         counts = (seen & ((number != 0.0) | (shift != 0.0))).to(tl.int32)
         flag = tl.max(tl.max(tl.reshape(counts, [PARTS, FLAG, PARTS, FLAG]), 3), 1)
         part = tl.arange(0, PARTS)

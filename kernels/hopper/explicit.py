@@ -59,7 +59,8 @@ def _bits(
     assert seen.mask is not None
     mask = seen.mask.expand(-1, -1, num_queries, num_keys).view(torch.uint8)
     conditions = Conditions.of(seen, num_queries, num_keys)
-    plan = _plan(mask.shape[1], mask.stride(), conditions, mask.device, block_m, block_n, order, forward)
+    tiling = Tiling.of(conditions, mask.shape[1], block_m, block_n, forward)
+    plan = _plan(tiling, mask.stride(), conditions, mask.device, order)
     bits, ranges, counts = (torch.empty(shape, dtype=torch.int32, device=mask.device) for shape in plan.shapes)
     plan.bits.on((mask, *conditions.tensors(seen, bits), bits))
     plan.ranges.on((bits, bits, ranges))
@@ -135,24 +136,14 @@ class _Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
-    heads: int,
-    strides: tuple[int, ...],
-    conditions: Conditions,
-    device: torch.device,
-    block_m: int,
-    block_n: int,
-    order: bool,
-    forward: bool,
-) -> _Plan:
-    tiling = Tiling.of(conditions, heads, block_m, block_n, forward)
+def _plan(tiling: Tiling, strides: tuple[int, ...], conditions: Conditions, device: torch.device, order: bool) -> _Plan:
     int32 = torch.int32
     return _Plan(
         shapes=(tiling.bits, tiling.ranges, tiling.order if order else (0,)),
         bits=Launch(
             mask_bits, tiling.grid, device, (torch.uint8, *conditions.dtypes, int32),
-            (*conditions.strides(strides), heads, tiling.own_blocks, *conditions.numbers),
-            {"OWN_ARE_KEYS": not forward, **conditions.constants}, num_warps=8,
+            (*conditions.strides(strides), tiling.heads, tiling.own_blocks, *conditions.numbers),
+            {"OWN_ARE_KEYS": not tiling.forward, **conditions.constants}, num_warps=8,
         ),
         ranges=tiling.launch_ranges(device),
         order=tiling.launch_order(device) if order else None,
@@ -165,6 +156,8 @@ class Tiling:
 
     forward: bool
     planes: int
+    heads: int
+    """Planes of a batch."""
     own: int
     """Tokens along the first axis of the scores."""
     other: int
@@ -176,7 +169,7 @@ class Tiling:
         """`block_m`, `block_n`: queries and keys of a tile of the attention kernel."""
         sizes = (conditions.num_queries, conditions.num_keys), (block_m, block_n)
         (own, other), tile = sizes if forward else (x[::-1] for x in sizes)
-        return cls(forward, conditions.batches * heads, own, other, *tile)
+        return cls(forward, conditions.batches * heads, heads, own, other, *tile)
 
     @property
     def own_blocks(self) -> int:

@@ -27,6 +27,24 @@ def mask_bits(
 ):  # fmt: skip
     """Grid (planes * blocks of own tokens, blocks of the others and one more). `heads`: planes of a batch. `bits`:
     int32 [planes, own tokens padded, words]."""
+    plane, b, own, row, key, inside, at = pairs_of_program(
+        mask, mask_batch, mask_head, mask_row, mask_key, heads, own_blocks, num_queries, num_keys, OWN_ARE_KEYS
+    )
+    seen = seen_beside(
+        inside & (tl.load(at, mask=inside, other=0) != 0), row, key, b, q_ids, k_ids, positions,
+        q_batch, q_step, k_batch, k_step, num_queries, num_keys, offset, left, right,
+        HAS_IDS, HAS_POSITIONS, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    store_bits(bits, plane, own_blocks, own, seen)
+
+
+@triton.jit
+def pairs_of_program(
+    mask, mask_batch, mask_head, mask_row, mask_key, heads, own_blocks, num_queries, num_keys,
+    OWN_ARE_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The BLOCK x BLOCK pairs of this program (grid: see `mask_bits`): their plane and batch (int64); own tokens; query
+    and key of each pair, which are both inside, and where the mask says something of it."""
     plane = tl.program_id(0) // own_blocks
     block = tl.program_id(0) - plane * own_blocks
     b = (plane // heads).to(tl.int64)
@@ -39,12 +57,7 @@ def mask_bits(
         row, key = own[:, None], other[None, :]
     inside = (row < num_queries) & (key < num_keys)
     at = mask + b * mask_batch + h * mask_head + row.to(tl.int64) * mask_row + key.to(tl.int64) * mask_key
-    seen = seen_beside(
-        inside & (tl.load(at, mask=inside, other=0) != 0), row, key, b, q_ids, k_ids, positions,
-        q_batch, q_step, k_batch, k_step, num_queries, num_keys, offset, left, right,
-        HAS_IDS, HAS_POSITIONS, HAS_LEFT, HAS_RIGHT,
-    )  # fmt: skip
-    store_bits(bits, plane, own_blocks, own, seen)
+    return plane, b, own, row, key, inside, at
 
 
 @triton.jit
