@@ -88,6 +88,20 @@ _OTHER_IN_PLACE = frozenset(
     getattr(operator, name) for name in "ifloordiv imod iand ior ixor ilshift irshift imatmul delitem".split()
 )
 
+_UNDECLARED_WRITES: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "embedding": ("max_norm", ("weight",)),
+    "embedding_bag": ("max_norm", ("weight", "input")),  # which it exchanges when they come in the old order
+    "batch_norm": ("training", ("running_mean", "running_var")),
+    "native_batch_norm": ("training", ("running_mean", "running_var")),
+    "cudnn_batch_norm": ("training", ("running_mean", "running_var")),
+    "miopen_batch_norm": ("training", ("running_mean", "running_var")),
+    "instance_norm": (None, ("running_mean", "running_var")),
+}
+"""Writes that neither a name nor a schema tells: the argument that asks for them (None: always), what is written."""
+
+_IN_PLACE_METHODS = {f"__{function.__name__}__": name for function, name in _IN_PLACE_OPERATORS.items()}
+_OTHER_IN_PLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _OTHER_IN_PLACE)
+
 _PURE_HIGHER_ORDER = frozenset(
     "tag_activation_checkpoint wrap wrap_activation_checkpoint flex_attention flex_attention_backward "
     "autograd_function_apply auto_functionalized auto_functionalized_v2 checkpoint".split()
@@ -138,6 +152,8 @@ def _arithmetic(op: str, target: Any) -> str | None:
     if op == "call_function" and target in _IN_PLACE_OPERATORS:
         return _IN_PLACE_OPERATORS[target]
     name = _name(op, target)
+    if name in _IN_PLACE_METHODS:
+        return _IN_PLACE_METHODS[name]
     if name.endswith("_") and not name.endswith("__") and name != "copy_":
         return _ALIASES.get(name[:-1], name[:-1])
     return None
@@ -159,6 +175,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         if out is None
         else [n for n in node.all_input_nodes if n in (out if isinstance(out, tuple | list) else [out])]
     )
+    written += _written_undeclared(node)
     if isinstance(target, torch._ops.OpOverload):
         return written + _written_by_schema(node, target)
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -170,7 +187,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _given(node: fx.Node, name: str) -> Any:
-    """The argument `name` of a call, which a function of Python takes by position too: `F.relu(x, True)`."""
+    """The argument `name` of a call, by name or by position: `F.relu(x, True)`."""
     if name in node.kwargs:
         return node.kwargs[name]
     position = _position(node.target, name) if len(node.args) > 1 and node.op == "call_function" else None
@@ -179,11 +196,21 @@ def _given(node: fx.Node, name: str) -> Any:
 
 @lru_cache(maxsize=8192)
 def _position(target: Any, name: str) -> int | None:
-    """Where the Python function `target` takes the argument `name`; others take it by name alone."""
-    if not inspect.isfunction(target):
-        return None
-    names = list(inspect.signature(target).parameters)
+    """Where `target` takes the argument `name` by position; None where it does not."""
+    names = _parameters(target)
     return names.index(name) if name in names else None
+
+
+def _parameters(target: Any) -> list[str]:
+    """The arguments that `target` takes by position, as far as anybody asks: those of Python functions, and of the
+    operations of `_UNDECLARED_WRITES`."""
+    if inspect.isfunction(target):
+        return list(inspect.signature(target).parameters)
+    name = _name("call_function", target)
+    if name not in _UNDECLARED_WRITES:
+        return []
+    overload = target if isinstance(target, torch._ops.OpOverload) else getattr(torch.ops.aten, name).default
+    return [a.name for a in overload._schema.arguments if not a.kwarg_only]
 
 
 @lru_cache(maxsize=8192)
@@ -199,6 +226,8 @@ def _harmless_arguments(op: str, target: Any) -> float:
 @lru_cache(maxsize=8192)
 def _writes_nothing(op: str, target: Any) -> bool:
     """Whether no call of `target` without `out` and `inplace` writes to an argument, whatever the arguments are."""
+    if op == "call_function" and _name(op, target) in _UNDECLARED_WRITES:
+        return False
     if isinstance(target, torch._ops.OpOverload):
         return not any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -208,11 +237,20 @@ def _writes_nothing(op: str, target: Any) -> bool:
 
 def _writes_first(op: str, target: Any) -> bool:
     """Whether `target`, a function or the name of a method, is one that writes its first argument."""
+    name = _name(op, target)
     return (
-        _name(op, target) in ("setitem", "__setitem__", "copy_")
+        name in ("setitem", "__setitem__", "copy_")
+        or name in _OTHER_IN_PLACE_METHODS
         or _arithmetic(op, target) is not None
         or (op == "call_function" and target in _OTHER_IN_PLACE)
     )
+
+
+def _written_undeclared(node: fx.Node) -> list[fx.Node]:
+    asks, names = _UNDECLARED_WRITES.get(operation(node), (None, ()))
+    if asks is not None and any(_given(node, asks) is no for no in (None, False)):
+        return []
+    return [value for name in names if isinstance(value := _given(node, name), fx.Node)]
 
 
 def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:

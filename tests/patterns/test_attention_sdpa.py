@@ -224,6 +224,8 @@ def test_mask_written_before_the_result_is_moved() -> None:
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "method": lambda x: x.mul_(2.0),
+    "method of an operator": lambda x: x.__imul__(2.0),
+    "operator without arithmetic": lambda x: x.__imod__(2.0),
     "inplace by name": lambda x: F.relu(x, inplace=True),
     "inplace by position": lambda x: F.relu(x, True),
     "out by name": lambda x: torch.sin(x, out=x),

@@ -1,0 +1,95 @@
+"""Writes that neither a name nor a schema tells: a lookup that first shortens the rows it reads, running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import capture, find
+from spellings import HALF, D, S, halves
+from torch import Tensor, fx
+
+from fusion_pass.graph.vocabulary import written_arguments
+
+IDS = torch.arange(S)
+START = torch.zeros(1, dtype=torch.long)
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "embedding": lambda table: F.embedding(IDS, table, max_norm=0.5),
+    "embedding, by position": lambda table: F.embedding(IDS, table, None, 0.5),
+    "embedding to nothing": lambda table: F.embedding(IDS, table, max_norm=0.0),
+    "embedding_bag": lambda table: F.embedding_bag(IDS, table, START, max_norm=0.5),
+    "embedding_bag, by position": lambda table: F.embedding_bag(IDS, table, START, 0.5),
+    "embedding_bag, exchanged": lambda table: F.embedding_bag(table, IDS, START, max_norm=0.5),
+}
+READS: dict[str, Callable[[Tensor], object]] = {
+    "embedding": lambda table: F.embedding(IDS, table),
+    "embedding, by position": lambda table: F.embedding(IDS, table, None, None, 2.0, False, False),
+    "embedding_bag": lambda table: F.embedding_bag(IDS, table, START),
+}
+
+
+def rotations(lookup: Callable[[Tensor], object]) -> list[int]:
+    """How many tensors each site rotates, of q and k rotated by one table, with `lookup` in between."""
+
+    def model(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[object, ...]:
+        sin = sin.clone()
+        rotated = halves(q, cos, sin[:, None])
+        found = lookup(sin)
+        return rotated, halves(k, cos, sin[:, None]), found
+
+    angle = torch.randn(S, HALF).repeat(1, 2)
+    q, k = torch.randn(2, 2, S, 4, D)
+    module, _ = capture(model, q, k, angle.cos()[:, None], angle.sin())
+    sites, _ = find(module)
+    return [len(site.outputs) for site in sites]
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_table_of_a_lookup_that_shortens_its_rows(name: str) -> None:
+    """The rows of the sines change after q was rotated: no call reads them both before and after."""
+    assert 2 not in rotations(WRITES[name])
+
+
+@pytest.mark.parametrize("name", READS)
+def test_table_of_a_lookup_that_only_reads(name: str) -> None:
+    assert rotations(READS[name]) == [2]
+
+
+def normalised(function: Callable[..., object], order: str, *more: object) -> set[str]:
+    """Which arguments of a normalisation over a batch are written. `order`: of its tensors, by their first letters."""
+    graph = fx.Graph()
+    tensors = {name[0]: graph.placeholder(name) for name in ("x", "mean", "variance", "weight", "bias")}
+    call = graph.call_function(function, (*(tensors[letter] for letter in order), *more))
+    return {node.name for node in written_arguments(call)}
+
+
+STATISTICS = {"mean", "variance"}
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics(training: bool) -> None:
+    expected = STATISTICS if training else set()
+    assert normalised(F.batch_norm, "xmvwb", training) == expected
+    for function in (torch.batch_norm, aten.batch_norm.default, aten.batch_norm):
+        assert normalised(function, "xwbmv", training, 0.1, 1e-5, True) == expected
+    assert normalised(aten.native_batch_norm.default, "xwbmv", training, 0.1, 1e-5) == expected
+    assert normalised(aten.cudnn_batch_norm.default, "xwbmv", training, 0.1, 1e-5) == expected
+
+
+def test_running_statistics_of_instances() -> None:
+    assert normalised(F.instance_norm, "xmv") == STATISTICS
+    assert normalised(aten.instance_norm.default, "xwbmv", True, 0.1, 1e-5, True) == STATISTICS
+
+
+def test_an_argument_named_out_that_is_only_read() -> None:
+    """The backward of an attention reads the result of its forward."""
+    graph = fx.Graph()
+    tensors = [graph.placeholder(name) for name in ("grad", "q", "k", "v", "result", "lse", "seed", "offset")]
+    backward = aten._scaled_dot_product_flash_attention_backward.default
+    assert "out" in [a.name for a in backward._schema.arguments]
+    call = graph.call_function(backward, (*tensors[:6], None, None, 8, 8, 0.0, True, *tensors[6:]))
+    assert written_arguments(call) == []
