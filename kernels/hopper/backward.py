@@ -36,6 +36,7 @@ from .backward_state import (
     STAGE_FREE,
     Problem,
     Shared,
+    arrays_of_block,
     batch_and_head,
     bound,
     earlier_blocks,
@@ -49,8 +50,17 @@ from .backward_state import (
     tile_at,
 )
 from .backward_step import left_operands, scores, step
-from .gluon_api import partition_barrier, reinterpret, tma_load, tma_reduce_add, tma_store, tma_store_wait
-from .scores import bits_of_plane, extra_of_plane, query_tiles, values_of_plane
+from .gluon_api import (
+    launch_dependents,
+    partition_barrier,
+    reinterpret,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+    wait_for_prerequisites,
+)
+from .scores import query_tiles
 
 
 @gluon.jit
@@ -64,6 +74,7 @@ def load_partition(p, mem, T: gl.constexpr):
     tma_load(p.k, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(0), mem.k.index(0))
     mbarrier.expect(mem.kv_full.index(1), p.v.block_type.nbytes)
     tma_load(p.v, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(1), mem.v.index(0))
+    wait_for_prerequisites()
     use = 0
     for member in range(group):
         h = kv * group + member
@@ -108,6 +119,7 @@ def dq_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
     HALF: gl.constexpr = 128 + 32
     FULL: gl.constexpr = DQ_FULL if which == 0 else DQ_FULL_ODD
     per_head = gl.cdiv(seq_q, T.block_m)
+    wait_for_prerequisites()
     if which == 0:
         barriers.arrive(DQ_FREE, HALF)
         barriers.arrive(DQ_FREE + 1, HALF)
@@ -232,19 +244,18 @@ def backward_kernel(
         boxes = reinterpret(tile_dq, gl.float32, [2, 1, T.dq_rows // 8, 4, 2, T.dq_lanes], dq.layout)
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
+    launch_dependents()
+    if T.by_data:
+        wait_for_prerequisites()
     block = gl.program_id(1)
     if T.later_first:
         block = gl.num_programs(1) - 1 - block
+    row_low, row_high, labels, ranges = arrays_of_block(
+        row_low, row_high, labels, ranges, kv_heads, (rows_stride, ranges_stride), seq_q, seq_k, T
+    )
     if T.bits:
         plane = plane_of_block(kv_heads, rows_stride, ranges_stride)
-        labels = bits_of_plane(labels, plane, seq_k, seq_q)
-        if T.values:
-            row_low = values_of_plane(row_low, plane, seq_k, seq_q)
-            row_high = extra_of_plane(row_high, plane, seq_q, seq_k, seq_q)
-        ranges += plane * gl.num_programs(1) * 4
         order += plane * gl.cdiv(seq_q, T.block_m) * gl.num_programs(1)
-    elif T.by_data:
-        ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
     first, last, clear_first, clear_last = query_tiles(block, seq_q, seq_k, band_low, band_high, ranges, T)
     mem = Shared(
         tile_q, tile_do, tile_k, tile_v, tile_ds, tile_ds_odd, tile_dq, boxes, rows_lse, rows_delta,

@@ -5,7 +5,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .gluon_api import aggregate, partition_barrier
-from .scores import add_numbers, has_numbers, hide_by_bits, hide_other_segments
+from .scores import (
+    add_numbers,
+    bits_of_plane,
+    extra_of_plane,
+    has_numbers,
+    hide_by_bits,
+    hide_other_segments,
+    values_of_plane,
+)
 
 DQ_FULL = gl.constexpr(4)
 """Named barriers: 4, 5 "dQ tile (half) written", 6, 7 "dQ tile (half) free", 8, 9 "stage of Q and dO
@@ -192,6 +200,24 @@ def plane_of_block(kv_heads, of_batch, of_head):
     batch_head = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
     b = batch_head // kv_heads
     return b * of_batch + (batch_head - b * kv_heads) * of_head
+
+
+@gluon.jit
+def arrays_of_block(row_low, row_high, labels, ranges, kv_heads, strides, seq_q, seq_k, T: gl.constexpr):
+    """The arrays of rows.py and explicit.py, moved to this thread block's plane of bits or, `ranges`, to its batch.
+    `strides`: from one batch to the next, of the rows and of `ranges`; of bits the planes from one batch, and one head,
+    to the next."""
+    rows_stride, ranges_stride = strides
+    if T.bits:
+        plane = plane_of_block(kv_heads, rows_stride, ranges_stride)
+        labels = bits_of_plane(labels, plane, seq_k, seq_q)
+        if T.values:
+            row_low = values_of_plane(row_low, plane, seq_k, seq_q)
+            row_high = extra_of_plane(row_high, plane, seq_q, seq_k, seq_q)
+        ranges += plane * gl.num_programs(1) * 4
+    elif T.by_data:
+        ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
+    return row_low, row_high, labels, ranges
 
 
 @gluon.jit

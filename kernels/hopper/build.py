@@ -72,6 +72,8 @@ class Instance:
     template: Any
     num_warps: int
     max_registers: int
+    overlaps: bool = False
+    """It may start before the kernel before it ends, for which it waits itself: programmatic dependent launch."""
 
     def __hash__(self) -> int:
         return hash((id(self.kernel), tuple(self.arguments.items()), self.template))
@@ -108,7 +110,10 @@ def compile_instance(instance: Instance) -> Any:
         if kind.startswith("*")
     }
     source = _Source(chosen.version, instance.kernel, signature, constants, aligned)
-    options = {"num_warps": instance.num_warps, "maxnreg": instance.max_registers, "enable_fp_fusion": True}
+    options = {
+        "num_warps": instance.num_warps, "maxnreg": instance.max_registers, "enable_fp_fusion": True,
+        "launch_pdl": instance.overlaps,
+    }  # fmt: skip
     with assembler.assembling_with(chosen):
         return triton.compile(source, target=TARGET, options=options)
 
@@ -125,6 +130,10 @@ class Resources:
     tma_reduce: int
     barrier_ids: tuple[int, ...]
     """Literal ids of `bar.sync` and `barrier.sync` in the PTX, Triton's and ours."""
+    overlaps: bool
+    """See `Instance`."""
+    waits: int
+    """Places where the kernel waits for the one before it."""
 
 
 def resources(kernel: Any) -> Resources:
@@ -154,4 +163,6 @@ def resources(kernel: Any) -> Resources:
         barrier_ids=tuple(
             sorted({int(number) for number in re.findall(r"\bbar(?:rier)?\.sync(?:\.aligned)?\s+(\d+)", ptx)})
         ),
+        overlaps=kernel.metadata.launch_pdl,
+        waits=len(re.findall(r"\bgriddepcontrol\.wait\b", ptx)),
     )

@@ -17,11 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_load") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+launch_dependents, wait_for_prerequisites = gdc_launch_dependents, gdc_wait
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 if hasattr(tma, "async_atomic_add"):
@@ -45,4 +47,14 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
-__all__ = ["aggregate", "partition_barrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait"]
+__all__ = [
+    "aggregate",
+    "launch_dependents",
+    "partition_barrier",
+    "reinterpret",
+    "tma_load",
+    "tma_reduce_add",
+    "tma_store",
+    "tma_store_wait",
+    "wait_for_prerequisites",
+]

@@ -58,7 +58,7 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
             **_all("i32", "kv_heads", "group", "parts", "seq_q", "seq_k", *_BAND),
             **scales,
         }
-        return _instance(backward_kernel, arguments, t)
+        return _instance(backward_kernel, arguments, t, overlaps=True)
     if t.keys_stay:
         arguments = {
             **maps(q=(t.block_m, t.qk_dim), k=keys, v=values, do=(t.block_m, t.v_dim), dk=keys, dv=values),
@@ -83,5 +83,5 @@ def _all(kind: str, *names: str) -> Mapping[str, str]:
     return dict.fromkeys(names, kind)
 
 
-def _instance(kernel: Any, arguments: Mapping[str, str], template: AnyTemplate) -> Instance:
-    return Instance(kernel, arguments, template, num_warps=template.num_warps, max_registers=template.max_registers)
+def _instance(kernel: Any, arguments: Mapping[str, str], template: AnyTemplate, *, overlaps: bool = False) -> Instance:
+    return Instance(kernel, arguments, template, template.num_warps, template.max_registers, overlaps)

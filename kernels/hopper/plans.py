@@ -300,7 +300,7 @@ def backward_plan(
     after = Launch(
         prepare.after, (-(-seq_q // _ROWS_PER_PROGRAM) * batch * heads,), torch.device("cuda", call.device),
         (torch.float32, call.dtype), (*_strides(dq), heads, seq_q, accumulator_rows, head_dim, call.scale),
-        {"ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim}, num_warps=4,
+        {"ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim}, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     maps = *inputs, dq_map, *gradients, rows, rows
     main = MappedLaunch(kernel, grid, maps, numbers, template, call.device)

@@ -4,6 +4,12 @@
 accumulator of dQ and the turn counters are zeroed; a dO that TMA cannot read is copied on the way.  Traffic: 2 rows
 v_dim elements read, 4 rows qk_dim bytes written.
 `after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes read, rows qk_dim elements written.
+
+The three kernels overlap by programmatic dependent launch. `before` starts like any other, after everything that was
+launched before it, and lets the next one start at once; that one waits for it (all its programs, and what they have
+written) before it touches anything but K and V. `after` waits in the same way for the main kernel, which therefore has
+not ended before all of its thread blocks have waited for `before`, and lets nobody start early itself. So whatever
+follows on the stream finds all three complete.
 """
 
 import triton
@@ -23,6 +29,7 @@ def before(
     A row that saw no key (LSE -inf) and a row past the end get LSE +inf: exp2(s - LSE) is then 0 for every score,
     also for -inf.
     """
+    tl.extra.cuda.gdc_launch_dependents()
     chunks = padded_rows // ROWS
     head = tl.program_id(0) // chunks
     row0 = (tl.program_id(0) - head * chunks) * ROWS
@@ -68,6 +75,7 @@ def after(
     ROWS: tl.constexpr, QK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Grid: ceil(rows / ROWS) * batch * heads. `accumulator`: float32 [batch, heads, accumulator_rows, head_dim]."""
+    tl.extra.cuda.gdc_wait()
     chunks = tl.cdiv(rows, ROWS)
     head = tl.program_id(0) // chunks
     r = (tl.program_id(0) - head * chunks) * ROWS + tl.arange(0, ROWS)

@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import barriers
-from .backward_state import batch_and_head, hide, new_barriers, plane_of_block, scores_layout
+from .backward_state import arrays_of_block, batch_and_head, hide, new_barriers, scores_layout
 from .gluon_api import aggregate, partition_barrier, reinterpret, tma_load, tma_store, tma_store_wait
-from .scores import bits_of_plane, extra_of_plane, query_tiles, tanh, values_of_plane
+from .scores import query_tiles, tanh
 
 Q_FREE = gl.constexpr(4)
 """Named barriers: 4, 5 "stage of Q free", 6, 7 "stage of dO free", 8, 9 "P written", 10, 11 "P read"."""
@@ -274,15 +274,9 @@ def wide_keys_kernel(
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
     block = gl.program_id(1)
-    if T.bits:
-        plane = plane_of_block(kv_heads, rows_stride, ranges_stride)
-        labels = bits_of_plane(labels, plane, seq_k, seq_q)
-        if T.values:
-            row_low = values_of_plane(row_low, plane, seq_k, seq_q)
-            row_high = extra_of_plane(row_high, plane, seq_q, seq_k, seq_q)
-        ranges += plane * gl.num_programs(1) * 4
-    elif T.by_data:
-        ranges += (gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)) // kv_heads * ranges_stride
+    row_low, row_high, labels, ranges = arrays_of_block(
+        row_low, row_high, labels, ranges, kv_heads, (rows_stride, ranges_stride), seq_q, seq_k, T
+    )
     mem = Shared(
         tile_q, tile_do, tile_k, reinterpret(tile_dk, q.dtype, V_SHAPE, v.layout), tile_p,
         tile_dk, reinterpret(tile_k, q.dtype, V_SHAPE, dv.layout), rows_lse, rows_delta,

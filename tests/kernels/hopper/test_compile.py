@@ -112,6 +112,16 @@ def assert_as_designed(used: dict[str, object]) -> None:
     # Two halves of a tile of dQ, each in boxes of 128 bytes a row.
     reduces = 0 if direction != "backward" else 2 if fnmatch.fnmatch(name, "*-64x64-*-softcap") else 4
     assert used["tma_reduce"] == (2 * reduces if name.endswith("deterministic") else reduces), used
+    assert used["overlaps"] == (direction == "backward"), used
+    assert used["waits"] == expected_waits(name), used
+
+
+def expected_waits(name: str) -> int:
+    """Where a kernel waits for the one before it: before anything that the data says of the mask, in the load warp
+    before all but K and V, and in each warp that adds to dQ."""
+    if not name.startswith("backward"):
+        return 0
+    return 2 + name.endswith("deterministic") + (name.split("-")[2] not in ("none", "right", "band"))
 
 
 def expected_wgmma(name: str) -> int:

@@ -1,0 +1,96 @@
+"""The kernels of a backward overlap (programmatic dependent launch, kernels/hopper/prepare.py): each must find what the
+one before it wrote.
+
+Two inputs by turns, whose temporary tensors lie at the same addresses: a kernel that does not wait reads what the other
+input left there. Expected are the bits of calls whose kernels run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+Gradients = tuple[Tensor | None, ...]
+
+CALLS = {
+    # batch, tokens, query heads, key heads, options
+    "full": (1, 1000, 2, 2, {}),
+    "causal": (4, 1024, 8, 8, {"causal": "top_left"}),
+    "window": (1, 2000, 4, 4, {"causal": "top_left", "window_left": 300}),
+    "grouped": (2, 512, 8, 2, {"causal": "top_left"}),
+    "more_memory": (4, 4096, 16, 16, {"causal": "top_left"}),
+    "segments": (2, 1500, 4, 4, {"causal": "top_left"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(device: torch.device) -> None:
+    from fusion_pass.kernels import registry
+
+    reason = registry.kernels("attention")[0].available()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def call(name: str, dim: int, device: torch.device) -> Callable[[], Gradients]:
+    """A backward of new random tensors, deterministic."""
+    from fusion_pass.kernels.attention_ops import problem_of
+    from fusion_pass.kernels.hopper import launch
+
+    batch, tokens, heads, kv_heads, options = CALLS[name]
+    q, grad = (torch.randn(batch, tokens, heads, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(batch, tokens, kv_heads, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+    if name == "segments":
+        ids = torch.arange(tokens, device=device).div(tokens // 3, rounding_mode="floor").expand(batch, -1)
+        options = {**options, "q_segment_ids": ids, "k_segment_ids": ids}
+    problem = problem_of(q, k, v, deterministic=True, **options)
+    out, lse = launch.forward(problem, "bshd")
+    return lambda: launch.backward(problem, grad, None, out, lse, (True, True, True, False))[:3]
+
+
+def one_by_one(backward: Callable[[], Gradients], monkeypatch: pytest.MonkeyPatch) -> Gradients:
+    """The gradients, no kernel launched before everything is done that was launched before it."""
+    from fusion_pass.kernels import recording
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recording, "launched", lambda _launch, _addresses: torch.cuda.synchronize())
+        return backward()
+
+
+def assert_same_bits(actual: Gradients, expected: Gradients) -> None:
+    for name, a, b in zip(("dq", "dk", "dv"), actual, expected, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_by_turns(name: str, dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [call(name, dim, device) for _ in range(2)]
+    expected = [one_by_one(backward, monkeypatch) for backward in calls]
+    for _ in range(20):
+        for backward, gradients in zip(calls, expected, strict=True):
+            assert_same_bits(backward(), gradients)
+
+
+@pytest.mark.parametrize("name", ["causal", "segments"])
+def test_in_a_cuda_graph(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [call(name, 128, device) for _ in range(2)]
+    expected = [one_by_one(backward, monkeypatch) for backward in calls]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [backward() for backward in calls * 4]
+    for _ in range(5):
+        for result in results:
+            for gradient in result:
+                assert gradient is not None
+                gradient.fill_(float("nan"))
+        graph.replay()
+        for result, gradients in zip(results, expected * 4, strict=True):
+            assert_same_bits(result, gradients)
