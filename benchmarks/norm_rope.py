@@ -494,6 +494,7 @@ def main(arguments: argparse.Namespace) -> None:
             # After every case: a run that is cut short keeps what it measured.
             facts = {"copy_gb_s": round(bandwidth / 1e3), "host_us": host}
             write_results("norm_rope", rows, facts, arguments.out)
+        print(f"{time.monotonic() - start:.0f} s in all")
 
 
 if __name__ == "__main__":
