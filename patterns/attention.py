@@ -109,7 +109,8 @@ def _read_sdpa(effects: Effects, node: fx.Node) -> Attention | None:
     if isinstance(mask, fx.Node):
         if causal:
             raise Refused("attn_mask and is_causal are both given, which scaled_dot_product_attention does not take.")
-        boolean = cast(torch.Tensor, fake_tensor(mask)).dtype == torch.bool
+        tensor = fake_tensor(mask)
+        boolean = tensor is not None and tensor.dtype == torch.bool
         masks = (MaskTerm(mask, node, Meaning.SEEN if boolean else Meaning.ADDED),)
     if scale is not None and number(scale) is None:
         raise Refused(f"The scale {scale} is known only at run time.")

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_pass.graph.evaluate import Evaluator
 from fusion_pass.graph.lanes import Value
 from fusion_pass.graph.site import Operand, Step
-from fusion_pass.graph.vocabulary import fake_tensor, sizes
+from fusion_pass.graph.vocabulary import Size, fake_tensor, sizes
 
 from .facts import Refused, Rotation
 
@@ -81,7 +81,7 @@ def _heads_axis(root: Evaluator, rotation: Rotation, candidates: list[int]) -> i
     raise Refused("The axis of the heads cannot be told from the sequence axis: the tables vary along neither.")
 
 
-def operand(node: fx.Node, origin: dict[str, int | None], heads: int, head_dim: int) -> Operand:
+def operand(node: fx.Node, origin: dict[str, int | None], heads: Size, head_dim: int) -> Operand:
     """`node` as `[B, S, H, D]`. `origin[role]` is its axis for that role; the last axis holds `heads` times
     `head_dim` lanes if heads have no axis.
     """

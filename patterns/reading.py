@@ -204,7 +204,7 @@ def _ends(effects: Effects, root: fx.Node) -> list[fx.Node]:
         ):
             break
         chain.append(users[0])
-    return [node for node in chain if fake_tensor(node) is not None]
+    return [node for node in chain if (tensor := fake_tensor(node)) is not None and tensor.dim() > 1]
 
 
 def _widens(cast: fx.Node, read: fx.Node) -> bool:
@@ -274,15 +274,13 @@ def _complete(root: Evaluator, root_node: fx.Node, rotation: Rotation) -> Readin
     scope = _scope(norm or after, heads, rotation.head_dim)
     names = _names(rotation, roles, after)
     origin = _origin(rotation, roles, norm)
-    if not isinstance(heads, int) and None in (origin["heads"],) and roles.heads is not None:
-        raise Refused("The number of heads is not known.")
     tensor = fake_tensor(end)
     assert tensor is not None
     return Reading(
         root=root_node,
         end=end,
         source=source,
-        x=operand(source, origin, heads if isinstance(heads, int) else 0, rotation.head_dim),
+        x=operand(source, origin, heads, rotation.head_dim),
         heads=heads,
         head_dim=rotation.head_dim,
         rotary_dim=rotation.rotary_dim,
@@ -432,7 +430,6 @@ def _norm_after(root: Evaluator, rotation: Rotation) -> Norm | None:
     tensor = fake_tensor(rotation.end)
     assert tensor is not None
     total = product(sizes(tensor))
-    refused: Refused | None = None
     for end in sorted(reach, key=root.effects.order.__getitem__, reverse=True):
         candidate = fake_tensor(end)
         if candidate is None or not candidate.is_floating_point() or product(sizes(candidate)) != total:
@@ -441,13 +438,10 @@ def _norm_after(root: Evaluator, rotation: Rotation) -> Norm | None:
             continue
         try:
             norm = _norm(root, rotation.end, end)
-        except Refused as reason:
-            refused = reason  # perhaps a later factor is no weight; the norm itself may end earlier
-            continue
+        except Refused:
+            continue  # the last factor may be no weight: the norm itself may end earlier
         if norm is not None:
             return norm
-    if refused is not None:
-        raise refused
     return None
 
 
@@ -479,9 +473,9 @@ def _names(rotation: Rotation, roles: Roles, after: Norm | None) -> tuple[str, .
     names = roles.order()
     if after is None:
         return tuple(names)
-    if any(a is None for a in after.axes[:-1]):
-        raise Refused("The norm after the rotation changes the axes.")
-    return tuple(names[a] for a in after.axes[:-1])  # type: ignore[index]
+    # It has all axes of the rotation: an axis is lost only among the lanes of a norm over more than the heads, which
+    # `_scope` refuses.
+    return tuple(names[a] for a in after.axes[:-1] if a is not None)
 
 
 def _origin(rotation: Rotation, roles: Roles, norm: Norm | None) -> dict[str, int | None]:

@@ -222,6 +222,26 @@ def test_mask_written_before_the_result_is_moved() -> None:
     assert reason == "The mask 'mask' is overwritten before the attention is finished."
 
 
+def test_mask_that_carries_no_shape() -> None:
+    """Another pass may add nodes without a fake tensor."""
+    module, _ = graphs.captured(lambda *args: sdpa(*args), *qkv(), torch.randn(S, S))
+    *_, mask = module.graph.find_nodes(op="placeholder")
+    mask.meta.clear()
+    assert graphs.refusal(module) == f"The shape of the mask {mask.name!r} is not known."
+
+
+@pytest.mark.parametrize("shape", [(2, 1, S, S), (1, 3, S, S)], ids=("batches", "heads"))
+def test_mask_of_more_than_the_scores(shape: tuple[int, ...]) -> None:
+    """torch.export takes it; the result has the mask's batches, or heads."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return sdpa(q, k, v, mask)
+
+    exported = torch.export.export(Model(), (*(torch.randn(1, 1, S, 8) for _ in range(3)), torch.randn(shape)))
+    assert f"has shape {list(shape)}, which does not broadcast" in graphs.refusal(exported.graph_module)
+
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "method": lambda x: x.mul_(2.0),
     "method of an operator": lambda x: x.__imul__(2.0),

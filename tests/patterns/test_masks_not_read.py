@@ -5,8 +5,10 @@ Each was chosen so that the obvious reading of it is wrong.
 
 from __future__ import annotations
 
+import attention_graphs as graphs
 import pytest
 import torch
+import torch.nn.functional as F
 from test_mask_forms import Mask, S, columns, proved, rows, with_data
 from torch import Tensor
 
@@ -50,6 +52,7 @@ NOT_READ: dict[str, Mask] = {
     "differences after two elements": lambda q, k: (
         columns(k) + torch.diff(torch.arange(S - 1), prepend=torch.zeros(2, dtype=torch.long))[None, :] <= rows(q)
     ),
+    "a bound that is no integer": lambda q, k: torch.arange(1.0, S + 1, dtype=torch.long)[None, :] <= rows(q) + 1,
     "transposed in place": transposed_in_place,
     "written through a view": written_through_a_view,
 }
@@ -58,6 +61,20 @@ NOT_READ: dict[str, Mask] = {
 @pytest.mark.parametrize("name", NOT_READ)
 def test_stays_a_mask(name: str) -> None:
     assert set(proved(NOT_READ[name])) == {"mask"}
+
+
+def test_positions_that_carry_no_shape() -> None:
+    """Another pass may add nodes without a fake tensor."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, columns(k) <= rows(q))
+
+    module, _ = graphs.captured(model, *(torch.randn(2, 4, S, 16) for _ in range(3)))
+    assert graphs.conditions(graphs.site(module)) == {"causal": "top_left"}
+    for node in module.graph.nodes:
+        if node.target is torch.arange:
+            node.meta.clear()
+    assert set(graphs.conditions(graphs.site(module))) == {"mask"}
 
 
 def test_an_index_of_unknown_sign() -> None:

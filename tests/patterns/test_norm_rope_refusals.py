@@ -7,6 +7,10 @@ import torch
 import torch.nn.functional as F
 from exactness import assert_exact, capture, find, reasons_of, sites_of
 from spellings import HALF, Attention, D, H, S, halves, inputs, rms
+from torch import fx
+
+from fusion_pass.patterns.facts import Refused
+from fusion_pass.patterns.layout import operand
 
 
 def refused(reason: str, **spelling) -> None:
@@ -130,6 +134,36 @@ def test_layer_norm_with_a_weight_stored_around_one():
 def test_layer_norm_with_a_bias_that_is_no_tensor():
     """Fused without its bias, the call would be wrong by 0.5 everywhere."""
     refused("The bias of the norm", norm=lambda x, w: F.layer_norm(x, (D,), w, None, 1e-6) + 0.5)
+
+
+def test_norm_after_the_rotation_whose_weight_is_of_each_batch():
+    """The rotation is fused; the norm, whose weight is multiplied into the factor of the row, stays."""
+
+    def model(x, w, c, s):
+        y = halves(x, c, s)
+        return y * (torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * w)
+
+    angle = torch.randn(1, S, 1, HALF).repeat(1, 1, 1, 2)
+    (site,) = sites_of(model, torch.randn(2, S, H, D), torch.rand(2, 1, 1, D), angle.cos(), angle.sin())
+    assert site.fusion == "rope"
+
+
+def test_operand_with_an_axis_that_plays_no_role():
+    node = fx.Graph().placeholder("x")
+    node.meta["example_value"] = torch.empty(2, S, 2, H // 2, D)
+    with pytest.raises(Refused, match="'x' has an axis of unknown role"):
+        operand(node, {"batch": 0, "sequence": 1, "heads": None}, H, D)
+
+
+def test_product_written_into_one_number():
+    """Nothing of it has lanes, and nothing is found."""
+
+    def model(x, y):
+        out = torch.empty(1, 1, 1)
+        out[:] = x * y
+        return out.squeeze() + 1
+
+    assert sites_of(model, *torch.randn(2, 1, 1, 1)) == []
 
 
 def test_exchanged_tables():
