@@ -21,10 +21,22 @@ def run(function: Callable[..., Any], *args: torch.Tensor, **settings: Any) -> N
     torch.compile(function, backend=backend(verify=True, **settings), fullgraph=True)(*args)
 
 
+def verified(monkeypatch: pytest.MonkeyPatch, compilation: Callable[[], Any]) -> int:
+    """How many sites `compilation` compares with what they replace."""
+    runs: list[int] = []
+    compare = verify.compare
+    monkeypatch.setattr(verify, "compare", lambda piece, seed: runs.append(seed) or compare(piece, seed))
+    compilation()
+    return len(runs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_right_site_passes(toy: ScaledSin, dtype: torch.dtype, requires_grad: bool) -> None:
-    run(lambda x: torch.sin(x) * 3.0, torch.randn(64, 3, dtype=dtype, requires_grad=requires_grad))
+def test_a_right_site_passes(
+    toy: ScaledSin, dtype: torch.dtype, requires_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(64, 3, dtype=dtype, requires_grad=requires_grad)
+    assert verified(monkeypatch, lambda: run(lambda x: torch.sin(x) * 3.0, x)) == 1
 
 
 def wrong_scale(site: Any) -> Call:
@@ -54,17 +66,14 @@ def test_a_wrong_backward_alone_is_caught(toy: ScaledSin, monkeypatch: pytest.Mo
 
 
 def test_each_distinct_site_is_run_once(toy: ScaledSin, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    compare = verify.compare
-    monkeypatch.setattr(verify, "compare", lambda piece, seed: runs.append(seed) or compare(piece, seed))
-    run(lambda x: torch.sin(torch.sin(torch.sin(x) * 3.0) * 3.0) * 2.0, torch.randn(8))
-    assert len(runs) == 2
+    x = torch.randn(8)
+    assert verified(monkeypatch, lambda: run(lambda x: torch.sin(torch.sin(torch.sin(x) * 3.0) * 3.0) * 2.0, x)) == 2
 
 
-def test_dynamic_shapes_use_their_hints(toy: ScaledSin) -> None:
+def test_dynamic_shapes_use_their_hints(toy: ScaledSin, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 3, requires_grad=True)
     compiled = torch.compile(lambda x: torch.sin(x) * 3.0, backend=backend(verify=True), fullgraph=True, dynamic=True)
-    compiled(x)
+    assert verified(monkeypatch, lambda: compiled(x)) == 1
 
 
 def test_the_random_state_of_the_program_is_left_alone(toy: ScaledSin) -> None:
