@@ -49,11 +49,6 @@ class GradStream:
     needs_weight: bool = False
     needs_bias: bool = False
 
-    @property
-    def heads_shape(self) -> torch.Size:
-        """[B, S, H, D]."""
-        return self.grad.shape
-
 
 @dataclass(slots=True)
 class Copy:

@@ -84,6 +84,15 @@ class Frame:
         extent = {_KEY: self.keys, _QUERY: self.queries, self.batch_axis: self.batch}
         return extent if self.heads is None else {**extent, 3: self.heads}
 
+    def takes(self, shape: Sequence[Size]) -> bool:
+        """Whether a mask of this shape broadcasts to the scores."""
+        extent = self.extent
+        return len(shape) <= len(extent) and all(n in (1, extent[len(shape) - d]) for d, n in enumerate(shape))
+
+    def __str__(self) -> str:
+        heads = "" if self.heads is None else f"{self.heads}, "
+        return f"[{self.batch}, {heads}{self.queries}, {self.keys}]"
+
 
 @dataclass(frozen=True)
 class SeenKeys:
@@ -183,9 +192,8 @@ class _Proof:
         tensor = fake_tensor(node)
         if tensor is None:
             raise MaskRefused(f"The shape of the mask {node.name!r} is not known.")
-        extent = self.frame.extent
         shape = sizes(tensor)
-        if len(shape) > len(extent) or any(n not in (1, extent[len(shape) - d]) for d, n in enumerate(shape)):
+        if not self.frame.takes(shape):
             raise MaskRefused(
                 f"The mask {node.name!r} has shape {list(shape)}, which does not broadcast to the scores, {self.frame}."
             )
@@ -361,10 +369,7 @@ class _Proof:
     def _candidates(self) -> Iterator[tuple[fx.Node, Meaning]]:
         for node in self._cone():
             tensor = fake_tensor(node)
-            if tensor is None or tensor.dim() == 0:
-                continue
-            extent, shape = self.frame.extent, sizes(tensor)
-            if len(shape) > len(extent) or any(n not in (1, extent[len(shape) - d]) for d, n in enumerate(shape)):
+            if tensor is None or tensor.dim() == 0 or not self.frame.takes(sizes(tensor)):
                 continue
             if tensor.dtype == torch.bool:
                 yield node, Meaning.SEEN

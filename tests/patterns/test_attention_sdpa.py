@@ -239,7 +239,8 @@ def test_mask_of_more_than_the_scores(shape: tuple[int, ...]) -> None:
             return sdpa(q, k, v, mask)
 
     exported = torch.export.export(Model(), (*(torch.randn(1, 1, S, 8) for _ in range(3)), torch.randn(shape)))
-    assert f"has shape {list(shape)}, which does not broadcast" in graphs.refusal(exported.graph_module)
+    reason = f"The mask 'mask' has shape {list(shape)}, which does not broadcast to the scores, [1, 1, {S}, {S}]."
+    assert graphs.refusal(exported.graph_module) == reason
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
