@@ -127,7 +127,6 @@ def _faster_by_cudnn(request: Request) -> str | None:
     """The calls that were slower here than with cuDNN, with the ratio of the speeds (H100, docs/hopper.md)."""
     keys = request.shapes["k"][1]
     head_dim = max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0)
-    causal = request.options.get("causal", "none") != "none"
     dims = request.shapes["q"][-1], request.shapes["v"][-1]
     if request.op == "attention_backward":
         return "backwards of head_dim 192 and 128" if dims == (192, 128) else None  # 0.91 and 0.92
@@ -135,8 +134,6 @@ def _faster_by_cudnn(request: Request) -> str | None:
         return None
     if head_dim > 128 and keys < 8192 and dims not in ((192, 128), (256, 256)):
         return "forwards of a head_dim that is padded to 192 or 256, with fewer than 8192 keys"  # not measured
-    if head_dim <= 128 and causal and keys <= 1024:
-        return "causal forwards of head_dim up to 128 with at most 1024 keys"  # 0.91 at head_dim 64, 0.96 at 128
     return None
 
 

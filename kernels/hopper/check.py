@@ -31,11 +31,18 @@ def _templates() -> Iterator[tuple[str, AnyTemplate | None]]:
                 softcap, sinks = extra == "softcap", extra == "sinks"
                 name = "-".join(filter(None, (size, mask, extra)))
                 template = forward_template(
-                    *dims, mask=mask, softcap=softcap, sinks=sinks, uneven=mask != "none", queries=4096
+                    *dims, mask=mask, softcap=softcap, sinks=sinks, uneven=mask != "none", queries=4096, heads=64
                 )
                 yield f"forward-{name}", template
+                if dims == (64, 64) and mask == "right":
+                    short = forward_template(
+                        *dims, mask=mask, softcap=softcap, sinks=sinks, uneven=True, queries=1024, heads=512
+                    )
+                    yield f"forward-{name}-short", short
                 if dims == (64, 64) and mask == "right" and not sinks:
-                    long = forward_template(*dims, mask=mask, softcap=softcap, sinks=False, uneven=True, queries=8192)
+                    long = forward_template(
+                        *dims, mask=mask, softcap=softcap, sinks=False, uneven=True, queries=8192, heads=64
+                    )
                     yield f"forward-{name}-long", long
             for extra in ("", "softcap", "deterministic"):
                 softcap, deterministic = extra == "softcap", extra == "deterministic"

@@ -1,15 +1,17 @@
 """Flash attention forward for sm_90a: TMA, wgmma, warp specialisation, a persistent loop with no gap between tiles.
 
-One thread block per SM: `warpgroups` consumer partitions of 64 queries each and a load warp. The algorithm is
-FlashAttention's (arXiv 2205.14135) with FlashAttention-3's overlap of softmax and products (arXiv 2407.08608).
+A thread block is `warpgroups` consumer partitions of 64 queries each and a load warp. The algorithm is FlashAttention's
+(arXiv 2205.14135) with FlashAttention-3's overlap of softmax and products (arXiv 2407.08608).
 
-    load warp          Q tile -> sQ[2]     K, V blocks -> sK[stages], sV[stages]     next tile's number -> consumers
-    consumer w, block j
+    load warp          Q tile -> sQ[2]     K, V blocks -> sK[stages], sV[stages]     where the next tile is -> consumers
+    consumer w, block j, one thread block a multiprocessor
         S_j = Q K_j^T              issued together with
         O  += P_{j-1} V_{j-1}      so that the tensor cores work while the softmax of the block before is computed
         P_j = exp2(S_j scale - max),  O and the row sum rescaled
     between tiles: the first S of the next tile is issued before the last P V of this one; with one buffer for Q
     (above head_dim 128) the next Q is loaded while the last P V is computed and O is written.
+    consumer w, block j, two thread blocks a multiprocessor (`T.programs`)
+        S_j = Q K_j^T,  P_j,  O += P_j V_j   one after the other: the other thread block's products fill the gaps
 
 Keys run from the last block to the first, so that the masked (diagonal) blocks come first; masked and unmasked blocks
 have loops of their own.
@@ -20,31 +22,12 @@ elements; heads that share K and V and neighbouring tiles run at the same time, 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import barriers
-from .forward_state import (
-    FREE,
-    Problem,
-    Shared,
-    hide_keys,
-    limits,
-    num_tiles,
-    out_layout,
-    place,
-    scores_layout,
-    tile_after,
-    unshifted,
-    zeros,
-    zeros_of_rows,
-)
-from .gluon_api import tma_load, tma_store, tma_store_wait
-from .scores import blocks_up_to_limit, clamp, tanh
+from .forward_consumers import consumer_partition
+from .forward_state import FREE, Problem, Shared, announce, num_tiles, place, tile_after
+from .gluon_api import tma_load
 
 # ---------------------------------------------------------------------------------------------------- load warp
 
@@ -72,9 +55,8 @@ def load_partition(p, mem, T: gl.constexpr):
     turn = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        row0, head, first, last, clear_first, clear_last = place(tile, p, T)
-        b = head // heads
-        h = head - b * heads
+        row0, b, h, first, last, clear_first, clear_last = place(tile, p, T)
+        announce(turn, (row0, b, h, first, last, clear_first, clear_last), mem)
         kv = h // group
         load_block(p.k, mem.k, mem.k_full, FREE, use, (b, kv, (last - 1) * T.block_n), T, T.qk_slices)
         slot = turn % T.q_buffers
@@ -90,9 +72,6 @@ def load_partition(p, mem, T: gl.constexpr):
         turn += 1
         if T.dynamic:
             tile = gl.atomic_add(p.counter, 1) + gl.num_programs(0)
-            mbarrier.wait(mem.tile_free, turn & 1)
-            mem.next_tile.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
-            mbarrier.arrive(mem.tile_full, count=1)
         else:
             tile = tile_after(turn, p, T)
         for back in range(1, last - first):
@@ -100,398 +79,7 @@ def load_partition(p, mem, T: gl.constexpr):
             load_block(p.k, mem.k, mem.k_full, FREE, use, (b, kv, row), T, T.qk_slices)
             load_block(p.v, mem.v, mem.v_full, V_FREE, use, (b, kv, row), T, 1)
             use += 1
-
-
-# ---------------------------------------------------------------------------------------------------- consumers
-
-
-@gluon.jit
-def take_turn(w: gl.constexpr, T: gl.constexpr):
-    if T.pingpong:
-        barriers.sync(FREE + 2 * T.stages + w, 256)
-
-
-@gluon.jit
-def pass_turn(w: gl.constexpr, T: gl.constexpr):
-    if T.pingpong:
-        barriers.arrive(FREE + 2 * T.stages + (w + 1) % T.warpgroups, 256)
-
-
-@gluon.jit
-def row_sums(x):
-    """Sum over the columns that a thread holds; the four threads of a row are summed once, at the end of the tile."""
-    return gl.sum(gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def scores(s, block, rows, p, T: gl.constexpr, MASKED: gl.constexpr):
-    """Softcap, then the mask: in units of `p.scale`, which turns them into exponents of 2."""
-    if T.softcap:
-        s = tanh(s * p.cap_scale)
-    if MASKED:
-        s = hide_keys(s, block, rows, p, T)
-    return s
-
-
-@gluon.jit
-def finite(maximum, MASKED: gl.constexpr):
-    """The maximum to subtract: 0 for a row that has seen no key, whose -inf would make NaN of -inf - -inf."""
-    if MASKED:
-        return gl.where(maximum == float("-inf"), 0.0, maximum)
-    else:
-        return maximum
-
-
-@gluon.jit
-def first_probabilities(s, block, rows, p, T: gl.constexpr):
-    s = scores(s, block, rows, p, T, T.masked)
-    maximum = gl.max(s, 1)
-    shift = finite(maximum, T.masked) * p.scale
-    probabilities = gl.exp2(s * p.scale - shift[:, None])
-    return probabilities, maximum, row_sums(probabilities)
-
-
-@gluon.jit
-def rounded(probabilities, p, T: gl.constexpr):
-    """P in the input's precision, two neighbours in an int32: 16-bit values that live from one block to the next would
-    be unpacked and packed again, 64 instructions for 64 scores of a thread."""
-    low, high = gl.split(probabilities.reshape([64, T.block_n // 2, 2]))
-    TYPE: gl.constexpr = "bf16x2" if p.v.dtype == gl.bfloat16 else "f16x2"
-    ASM: gl.constexpr = "cvt.rn." + TYPE + ".f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def as_operand(pairs, p, T: gl.constexpr):
-    """The left operand of the product with V, in registers, from `rounded`."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, out_layout(T), 2)
-    HALVES: gl.constexpr = (gl.int16, gl.int16)
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=HALVES, is_pure=True, pack=1
-    )
-    values = gl.join(low, high).reshape([64, T.block_n]).to(p.v.dtype, bitcast=True)
-    return gl.convert_layout(values, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def kept_q(mem, slot, T: gl.constexpr):
-    """The slice of Q that stays in registers, so that its product reads only K from shared memory."""
-    if T.keep_q:
-        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, scores_layout(T), 2)
-        return mem.q.index(slot * T.qk_slices).reshape([64, T.qk_lanes]).load(LAYOUT)
-    else:
-        return gl.to_tensor(slot)
-
-
-@gluon.jit
-def start_scores(q, slot, stage, mem, T: gl.constexpr):
-    """Issue S = Q K^T, slice by slice of the lanes. `q`: what `kept_q` kept."""
-    s = zeros(T.block_n, scores_layout(T))
-    for i in gl.static_range(T.qk_slices):
-        k = mem.k.index(stage * T.qk_slices + i).reshape([T.block_n, T.qk_lanes]).permute((1, 0))
-        if T.keep_q and i == 0:
-            s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
-        else:
-            part = mem.q.index(slot * T.qk_slices + i).reshape([64, T.qk_lanes])
-            s = warpgroup_mma(part, k, s, use_acc=i > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def of_out(factor, T: gl.constexpr):
-    """A factor for every row, in the layout of O."""
-    return gl.convert_layout(factor, gl.SliceLayout(1, out_layout(T)), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def v_block(mem, stage, T: gl.constexpr):
-    return mem.v.index(stage).reshape([T.block_n, T.v_dim])
-
-
-@gluon.jit
-def attend(
-    use,
-    block,
-    q,
-    slot,
-    acc,
-    maximum,
-    total,
-    rescale,
-    pairs,
-    rows,
-    p,
-    mem,
-    w: gl.constexpr,
-    T: gl.constexpr,
-    MASKED: gl.constexpr,
-):
-    """One block of keys: its scores, and the product of the block before with V.
-
-    `rescale`: with `T.rescale_late`, the factor that O still lacks before that product.
-    """
-    THREADS: gl.constexpr = T.warpgroups * 128 + 32
-    stage = use % T.stages
-    before = (use - 1) % T.stages
-    mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
-    take_turn(w, T)
-    s = start_scores(q, slot, stage, mem, T)
-    if T.rescale_late:
-        acc = acc * of_out(rescale, T)
-    mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
-    operand = as_operand(pairs, p, T)
-    acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
-    pass_turn(w, T)
-    s = warpgroup_mma_wait(1, (s,))
-    barriers.arrive(FREE + stage, THREADS)
-    s = scores(s, block, rows, p, T, MASKED)
-    new_maximum = gl.maximum(maximum, gl.max(s, 1))
-    shift = finite(new_maximum, MASKED)
-    rescale = gl.exp2((maximum - shift) * p.scale)
-    probabilities = gl.exp2(s * p.scale - (shift * p.scale)[:, None])
-    total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[
-        :, None
-    ] + row_sums(probabilities)
-    # The operand is a dependence of the wait: its registers must not be reused while the product reads them
-    # (docs/hopper.md, hazards).
-    acc, operand = warpgroup_mma_wait(0, (acc, operand))
-    barriers.arrive(FREE + T.stages + before, THREADS)
-    pairs = rounded(probabilities, p, T)
-    if not T.rescale_late:
-        acc = acc * of_out(rescale, T)
-    return acc, new_maximum, total, rescale, pairs
-
-
-@gluon.jit
-def last_values(use, acc, rescale, pairs, p, mem, T: gl.constexpr):
-    """The product of a tile's last block with V."""
-    THREADS: gl.constexpr = T.warpgroups * 128 + 32
-    before = (use - 1) % T.stages
-    mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
-    if T.rescale_late:
-        acc = acc * of_out(rescale, T)
-    operand = as_operand(pairs, p, T)
-    acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
-    acc, operand = warpgroup_mma_wait(0, (acc, operand))
-    barriers.arrive(FREE + T.stages + before, THREADS)
-    return acc
-
-
-@gluon.jit
-def first_block(slot, stage, block, rows, p, mem, w: gl.constexpr, T: gl.constexpr):
-    """A tile's first block of keys: its scores and probabilities."""
-    THREADS: gl.constexpr = T.warpgroups * 128 + 32
-    q = kept_q(mem, slot, T)
-    take_turn(w, T)
-    s = start_scores(q, slot, stage, mem, T)
-    pass_turn(w, T)
-    s = warpgroup_mma_wait(0, (s,))
-    barriers.arrive(FREE + stage, THREADS)
-    probabilities, maximum, total = first_probabilities(s, block, rows, p, T)
-    return q, maximum, total, rounded(probabilities, p, T)
-
-
-@gluon.jit
-def store_lanes(out, coord, seq_q, p, mem, w: gl.constexpr, T: gl.constexpr):
-    """Write some lanes of O through their buffer, once TMA has read what was there."""
-    buffer = mem.o.index(w)
-    tma_store_wait(0)
-    buffer.reshape([64, T.o_lanes]).store(out)
-    fence_async_shared()
-    if coord[2] < seq_q:
-        tma_store(p.o, coord, buffer)
-
-
-@gluon.jit
-def finish(acc, maximum, total, row0, head, p, mem, w: gl.constexpr, T: gl.constexpr):
-    """Normalise a tile, write O and LSE. A row that saw no key is 0 with LSE -inf."""
-    LAYOUT: gl.constexpr = scores_layout(T)
-    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-    b = head // heads
-    h = head - b * heads
-    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    top = maximum * p.scale
-    if T.sinks:
-        sink = gl.load(p.sinks + h) * 1.4426950408889634
-        largest = gl.maximum(top, sink)
-        weight = gl.exp2(top - largest)
-        total = total * weight + gl.exp2(sink - largest)
-        inverse = weight / total
-        lse = (largest + gl.log2(total)) * 0.6931471805599453
-    else:
-        inverse = 1.0 / total
-        lse = (top + gl.log2(total)) * 0.6931471805599453
-        if T.masked:
-            inverse = gl.where(total == 0.0, 0.0, inverse)
-            lse = gl.where(total == 0.0, float("-inf"), lse)
-    rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    lse = unshifted(lse, rows, head, p, T)
-    gl.store(p.lse + head.to(gl.int64) * seq_q + rows, lse, mask=rows < seq_q)
-    out = (acc * of_out(inverse, T)).to(p.v.dtype)
-    if T.store_by_tma:
-        if T.o_lanes == T.v_dim:
-            store_lanes(out, [b, h, row0, 0], seq_q, p, mem, w, T)
-        else:
-            gl.static_assert(2 * T.o_lanes == T.v_dim)
-            low, high = gl.split(out.reshape([64, 2, T.o_lanes]).permute((0, 2, 1)))
-            HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.o_lanes, 16])
-            low = gl.convert_layout(low, HALF, assert_trivial=True)
-            high = gl.convert_layout(high, HALF, assert_trivial=True)
-            store_lanes(low, [b, h, row0, 0], seq_q, p, mem, w, T)
-            store_lanes(high, [b, h, row0, T.o_lanes], seq_q, p, mem, w, T)
-    else:
-        OUT: gl.constexpr = out_layout(T)
-        stride_b, stride_h, stride_s, v_head_dim = p.o_strides
-        r = (row0 + gl.arange(0, 64, gl.SliceLayout(1, OUT)))[:, None]
-        lane = gl.arange(0, T.v_dim, gl.SliceLayout(0, OUT))[None, :]
-        base = p.o_ptr + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
-        gl.store(base + r.to(gl.int64) * stride_s + lane, out, mask=(r < seq_q) & (lane < v_head_dim))
-
-
-@gluon.jit
-def seen_blocks(row0, first, last, clear_last, use, p, mem, w: gl.constexpr, T: gl.constexpr):
-    """Of a tile's blocks of keys, those that the 64 rows at `row0` see: (last, clear_last, use) of `place` and of the
-    pipeline. A block of later keys that only the tile's other warpgroups see is given back as soon as it is there."""
-    if T.skip_hidden:
-        THREADS: gl.constexpr = T.warpgroups * 128 + 32
-        # No more than one block: V of a second would wait for the stage of the former tile's last V, not yet used.
-        gl.static_assert((T.warpgroups - 1) * 64 <= T.block_n)
-        batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-        band_low, band_high = p.band
-        seen, clear_last = blocks_up_to_limit(row0, 64, seq_q, seq_k, band_high, T.block_n)
-        seen = clamp(seen, first + 1, last)
-        clear_last = clamp(clear_last, first, seen)
-        for _ in range(last - seen):
-            stage = use % T.stages
-            phase = (use // T.stages) & 1
-            # Both are awaited: a warpgroup that gave back a stage before it was loaded would count twice in the
-            # barrier that the former use of the stage still waits on.
-            mbarrier.wait(mem.k_full.index(stage), phase)
-            take_turn(w, T)
-            pass_turn(w, T)
-            barriers.arrive(FREE + stage, THREADS)
-            mbarrier.wait(mem.v_full.index(stage), phase)
-            barriers.arrive(FREE + T.stages + stage, THREADS)
-            use += 1
-        last = seen
-    return last, clear_last, use
-
-
-@gluon.jit
-def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
-    OUT: gl.constexpr = out_layout(T)
-    THREADS: gl.constexpr = T.warpgroups * 128 + 32
-    tiles = num_tiles(p, T)
-    tile = gl.program_id(0)  # the grid is never larger than the number of tiles
-    row0, head, first, last, clear_first, clear_last = place(tile, p, T)
-    row0 += w * 64
-    rows = limits(row0, head, p, T)
-    mbarrier.wait(mem.q_full.index(w), 0)
-    if T.pingpong:  # noqa: SIM102 (decided at compile time; the next one is not)
-        if w == T.warpgroups - 1:
-            pass_turn(w, T)  # opens the first turn of warpgroup 0
-    last, clear_last, use = seen_blocks(row0, first, last, clear_last, tile * 0, p, mem, w, T)
-    stage = use % T.stages
-    mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
-    q, maximum, total, pairs = first_block(w, stage, last - 1, rows, p, mem, w, T)
-    rescale = zeros_of_rows(T) + 1.0
-    acc = zeros(T.v_dim, OUT)
-    use += 1
-    turn = 0
-    while tile < tiles:
-        slot = (turn % T.q_buffers) * T.warpgroups + w
-        if T.masked:
-            clear_last = gl.minimum(clear_last, last - 1)
-            clear_first = gl.minimum(clear_first, clear_last)
-            for back in range(1, last - clear_last):
-                acc, maximum, total, rescale, pairs = attend(
-                    use, last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
-                    rows, p, mem, w, T, True,
-                )  # fmt: skip
-                use += 1
-            for back in range(clear_last - clear_first):
-                acc, maximum, total, rescale, pairs = attend(
-                    use, clear_last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
-                    rows, p, mem, w, T, False,
-                )  # fmt: skip
-                use += 1
-            if T.left_limit:
-                for back in range(clear_first - first):
-                    acc, maximum, total, rescale, pairs = attend(
-                        use, clear_first - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
-                        rows, p, mem, w, T, True,
-                    )  # fmt: skip
-                    use += 1
-        else:
-            for back in range(1, last - first):
-                acc, maximum, total, rescale, pairs = attend(
-                    use, last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
-                    rows, p, mem, w, T, False,
-                )  # fmt: skip
-                use += 1
-        mbarrier.arrive(mem.q_free.index(slot), count=1)
-        if T.dynamic:
-            mbarrier.wait(mem.tile_full, turn & 1)
-            tile = gl.max(mem.next_tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(mem.tile_free, count=1)
-        else:
-            tile = tile_after(turn + 1, p, T)
-        turn += 1
-        if T.q_buffers == 1:
-            # Q is loaded while the last product is computed and O is written.
-            acc = last_values(use, acc, rescale, pairs, p, mem, T)
-            finish(acc, maximum, total, row0, head, p, mem, w, T)
-            if tile < tiles:
-                row0, head, first, last, clear_first, clear_last = place(tile, p, T)
-                row0 += w * 64
-                rows = limits(row0, head, p, T)
-                last, clear_last, use = seen_blocks(row0, first, last, clear_last, use, p, mem, w, T)
-                stage = use % T.stages
-                mbarrier.wait(mem.q_full.index(w), turn & 1)
-                mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
-                q, maximum, total, pairs = first_block(w, stage, last - 1, rows, p, mem, w, T)
-                rescale = zeros_of_rows(T) + 1.0
-                acc = zeros(T.v_dim, OUT)
-                use += 1
-        elif tile < tiles:
-            use_before = use - 1
-            before = use_before % T.stages
-            next_row0, next_head, first, last, clear_first, clear_last = place(tile, p, T)
-            next_row0 += w * 64
-            rows = limits(next_row0, next_head, p, T)
-            last, clear_last, use = seen_blocks(next_row0, first, last, clear_last, use, p, mem, w, T)
-            stage = use % T.stages
-            slot = (turn % T.q_buffers) * T.warpgroups + w
-            mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
-            mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
-            q = kept_q(mem, slot, T)
-            take_turn(w, T)
-            s = start_scores(q, slot, stage, mem, T)
-            if T.rescale_late:
-                acc = acc * of_out(rescale, T)
-                rescale = zeros_of_rows(T) + 1.0
-            mbarrier.wait(mem.v_full.index(before), (use_before // T.stages) & 1)
-            operand = as_operand(pairs, p, T)
-            acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
-            pass_turn(w, T)
-            s = warpgroup_mma_wait(1, (s,))
-            barriers.arrive(FREE + stage, THREADS)
-            probabilities, next_maximum, next_total = first_probabilities(s, last - 1, rows, p, T)
-            acc, operand = warpgroup_mma_wait(0, (acc, operand))
-            barriers.arrive(FREE + T.stages + before, THREADS)
-            pairs = rounded(probabilities, p, T)
-            finish(acc, maximum, total, row0, head, p, mem, w, T)
-            acc = zeros(T.v_dim, OUT)
-            row0 = next_row0
-            head = next_head
-            maximum = next_maximum
-            total = next_total
-            use += 1
-        else:
-            acc = last_values(use, acc, rescale, pairs, p, mem, T)
-            finish(acc, maximum, total, row0, head, p, mem, w, T)
-    if T.store_by_tma:
-        tma_store_wait(0)
+    announce(turn, (-1, 0, 0, 0, 0, 0, 0), mem)
 
 
 # ---------------------------------------------------------------------------------------------------- kernel
@@ -528,15 +116,11 @@ def forward_kernel(
         tile_o = gl.allocate_shared_memory(o.dtype, [T.warpgroups, 1, 1, 64, T.o_lanes], o.layout)
     else:
         tile_o = tile_q
-    next_tile = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tile_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(tile_full, count=1)
-    mbarrier.init(tile_free, count=T.warpgroups)
+    tile = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mem = Shared(
-        tile_q, tile_k, tile_v, tile_o, next_tile,
+        tile_q, tile_k, tile_v, tile_o, tile,
         _barriers(T.q_buffers * T.warpgroups, 1), _barriers(T.q_buffers * T.warpgroups, 1),
-        _barriers(T.stages, 1), _barriers(T.stages, 1), tile_full, tile_free,
+        _barriers(T.stages, 1), _barriers(T.stages, 1), _barriers(2, 1), _barriers(2, T.warpgroups),
     )  # fmt: skip
     p = Problem(
         q, k, v, o, o_ptr, (stride_b, stride_h, stride_s, v_head_dim), lse, sinks, row_low, row_high, labels, ranges,

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .gluon_api import aggregate
 from .scores import (
@@ -12,6 +12,7 @@ from .scores import (
     has_numbers,
     hide_by_bits,
     hide_other_segments,
+    hide_outside,
     key_blocks,
     key_limits,
     values_of_plane,
@@ -95,7 +96,7 @@ class Shared:
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
-    next_tile: gl.shared_memory_descriptor
+    tile: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -104,12 +105,12 @@ class Shared:
     tile_free: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, o, next_tile, q_full, q_free, k_full, v_full, tile_full, tile_free):
+    def __init__(self, q, k, v, o, tile, q_full, q_free, k_full, v_full, tile_full, tile_free):
         self.q = q
         self.k = k
         self.v = v
         self.o = o
-        self.next_tile = next_tile
+        self.tile = tile
         self.q_full = q_full
         self.q_free = q_free
         self.k_full = k_full
@@ -151,18 +152,16 @@ def num_tiles(p, T: gl.constexpr):
 
 
 @gluon.jit
-def plane(head, p):
+def plane(b, h, p):
     """Plane of bits of a (batch, head)."""
-    batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     of_batch, of_head = p.rows_strides
-    b = head // heads
-    return b * of_batch + (head - b * heads) * of_head
+    return b * of_batch + h * of_head
 
 
 @gluon.jit
 def place(tile, p, T: gl.constexpr):
-    """Row and (batch, head) of a tile, and its blocks of keys. `head_chunk` heads at a time (their K and V fit L2),
-    last rows first."""
+    """Row, batch and head of a tile, and its blocks of keys (`key_blocks`). `head_chunk` heads at a time (their K and V
+    fit L2), last rows first."""
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     band_low, band_high = p.band
     rows_stride, ranges_stride = p.rows_strides
@@ -173,12 +172,43 @@ def place(tile, p, T: gl.constexpr):
     from_last = within // chunk_heads
     head = chunk * head_chunk + (within - from_last * chunk_heads)
     row0 = (per_head - 1 - from_last) * T.block_m
+    b = head // heads
+    h = head - b * heads
     if T.bits:
-        ranges = p.ranges + plane(head, p) * (per_head * 4)
+        ranges = p.ranges + plane(b, h, p) * (per_head * 4)
     else:
-        ranges = p.ranges + (head // heads) * ranges_stride
+        ranges = p.ranges + b * ranges_stride
     first, last, clear_first, clear_last = key_blocks(row0, seq_q, seq_k, band_low, band_high, ranges, T)
-    return row0, head, first, last, clear_first, clear_last
+    return row0, b, h, first, last, clear_first, clear_last
+
+
+@gluon.jit
+def announce(turn, tile, mem):
+    """Load warp: tell the consumers where their next tile is, `place`; a row below 0 ends their work."""
+    slot = turn & 1
+    mbarrier.wait(mem.tile_free.index(slot), ((turn >> 1) & 1) ^ 1)
+    for i in gl.static_range(7):
+        number = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile[i]
+        mem.tile.index(slot * 8 + i).store(number)
+    mbarrier.arrive(mem.tile_full.index(slot), count=1)
+
+
+@gluon.jit
+def announced(turn, mem):
+    """Consumers: what was told, once it was."""
+    slot = turn & 1
+    mbarrier.wait(mem.tile_full.index(slot), (turn >> 1) & 1)
+    tile = (
+        _number(mem, slot, 0), _number(mem, slot, 1), _number(mem, slot, 2), _number(mem, slot, 3),
+        _number(mem, slot, 4), _number(mem, slot, 5), _number(mem, slot, 6),
+    )  # fmt: skip
+    mbarrier.arrive(mem.tile_free.index(slot), count=1)
+    return tile
+
+
+@gluon.jit
+def _number(mem, slot, i: gl.constexpr):
+    return gl.max(mem.tile.index(slot * 8 + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -190,36 +220,36 @@ def tile_after(turn, p, T: gl.constexpr):
 
 
 @gluon.jit
-def shifts_of(rows, head, p):
+def shifts_of(rows, b, h, p):
     """The shifts of rows (additive.py)."""
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-    extra = extra_of_plane(p.row_high, plane(head, p), seq_q, seq_q, seq_k)
+    extra = extra_of_plane(p.row_high, plane(b, h, p), seq_q, seq_q, seq_k)
     return gl.load(extra + rows).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def limits(row0, head, p, T: gl.constexpr):
-    """The interval of keys of each of the 64 rows at `row0`, and which rows they are: (low, high, row0, head)."""
+def limits(row0, b, h, p, T: gl.constexpr):
+    """The interval of keys of each of the 64 rows at `row0`, and which rows they are: (low, high, row0, b, h)."""
     LAYOUT: gl.constexpr = scores_layout(T)
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     band_low, band_high = p.band
     rows_stride, ranges_stride = p.rows_strides
     rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     if T.values:
-        return rows, shifts_of(rows, head, p), row0, head
+        return rows, shifts_of(rows, b, h, p), row0, b, h
     elif T.bits:
-        return rows, rows, row0, head
+        return rows, rows, row0, b, h
     else:
-        offset = (head // heads) * rows_stride
+        offset = b * rows_stride
         low, high = key_limits(rows, seq_k, band_low, band_high, p.row_low + offset, p.row_high + offset, T)
-        return low, high, row0, head
+        return low, high, row0, b, h
 
 
 @gluon.jit
-def unshifted(lse, rows, head, p, T: gl.constexpr):
+def unshifted(lse, rows, b, h, p, T: gl.constexpr):
     """The LSE of the scores as the mask has them, from that of the shifted ones (additive.py)."""
     if T.values:
-        lse += shifts_of(rows, head, p)
+        lse += shifts_of(rows, b, h, p)
     return lse
 
 
@@ -227,23 +257,22 @@ def unshifted(lse, rows, head, p, T: gl.constexpr):
 def hide_keys(s, block, rows, p, T: gl.constexpr):
     """Set the scores of hidden keys to -inf: 64 rows (`limits`) against a block of keys."""
     LAYOUT: gl.constexpr = scores_layout(T)
-    low, high, row0, head = rows
+    low, high, row0, b, h = rows
     if T.bits:
         batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
         if T.values:
-            extra = extra_of_plane(p.row_high, plane(head, p), seq_q, seq_q, seq_k)
+            extra = extra_of_plane(p.row_high, plane(b, h, p), seq_q, seq_q, seq_k)
             if has_numbers(s, extra, row0, block * T.block_n, seq_q, seq_k):
-                values = values_of_plane(p.row_low, plane(head, p), seq_q, seq_k)
+                values = values_of_plane(p.row_low, plane(b, h, p), seq_q, seq_k)
                 s = add_numbers(s, values, high[:, None], row0, block * T.block_n, seq_k, p.scale)
-        bits = bits_of_plane(p.labels, plane(head, p), seq_q, seq_k)
-        return hide_by_bits(s, bits, low, seq_q, block * T.block_n, seq_k)
-    columns = block * T.block_n + gl.arange(0, T.block_n, gl.SliceLayout(0, LAYOUT))
-    keep = columns[None, :] < high[:, None]
-    if T.left_limit:
-        keep = keep & (columns[None, :] >= low[:, None])
-    s = gl.where(keep, s, float("-inf"))
-    if T.segments:
-        batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-        tile = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        s = hide_other_segments(s, p.labels, head // heads, p.rows_strides[0], tile, columns, seq_q, seq_k, True)
+        bits = bits_of_plane(p.labels, plane(b, h, p), seq_q, seq_k)
+        s = hide_by_bits(s, bits, low, seq_q, block * T.block_n, seq_k)
+    else:
+        column0 = block * T.block_n
+        s = hide_outside(s, low - column0, high - column0, T.left_limit)
+        if T.segments:
+            batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
+            tile = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+            columns = column0 + gl.arange(0, T.block_n, gl.SliceLayout(0, LAYOUT))
+            s = hide_other_segments(s, p.labels, b, p.rows_strides[0], tile, columns, seq_q, seq_k, True)
     return s

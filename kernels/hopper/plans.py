@@ -141,9 +141,11 @@ def forward_template_of(call: Call) -> ForwardTemplate | None:
     head_dim, v_head_dim = call.q[0][3], call.v[0][3]
     mask = call.mask(forward_block(head_dim, v_head_dim))
     uneven = mask not in ("none", "right") or call.right is not None
+    batch, queries, heads, _ = call.q[0]
     return forward_template(
-        head_dim, v_head_dim, mask=mask, softcap=call.softcap > 0, sinks=call.sinks, uneven=uneven, queries=call.q[0][1]
-    )
+        head_dim, v_head_dim, mask=mask, softcap=call.softcap > 0, sinks=call.sinks, uneven=uneven, queries=queries,
+        heads=batch * heads,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,7 +168,8 @@ def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
         *(out[1][0], out[1][2], out[1][1]), out[0][3], batch, heads, heads // kv_heads, seq_q, seq_k, together,
         *call.band(tiles), *call.scales(),
     )  # fmt: skip
-    programs = min(tiles * batch * heads, torch.cuda.get_device_properties(call.device).multi_processor_count)
+    processors = torch.cuda.get_device_properties(call.device).multi_processor_count
+    programs = min(tiles * batch * heads, template.programs * processors)
     kernel = _loaded(template, call.dtype, call.device)
     return ForwardPlan(template, MappedLaunch(kernel, (programs, 1, 1), maps, numbers, template, call.device))
 

@@ -110,6 +110,60 @@ def key_limits(rows, seq_k, band_low, band_high, row_low, row_high, T: gl.conste
 
 
 @gluon.jit
+def where_marked(s, word, bit):
+    """`s` where `word` has `bit`, elsewhere -inf. In assembly, two instructions a score: LLVM would compare by vectors,
+    whose results the target packs into an integer and takes out again, six."""
+    ASM: gl.constexpr = (
+        "{ .reg .pred seen; .reg .b32 found; and.b32 found, $2, $3; setp.ne.s32 seen, found, 0; "
+        "selp.f32 $0, $1, 0fFF800000, seen; }"
+    )
+    s, word = gl.broadcast(s, word)
+    s, bit = gl.broadcast(s, bit)
+    return gl.inline_asm_elementwise(ASM, "=f,f,r,r", [s, word, bit], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def marked_run(start, end):
+    """An int32 with the bits `[start, end)` set; none if there are none."""
+    ASM: gl.constexpr = "bmsk.clamp.b32 $0, $1, $2;"
+    length = gl.maximum(end - start, 0)
+    return gl.inline_asm_elementwise(ASM, "=r,r,r", [start, length], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def own_columns(limit, pair, EIGHTS: gl.constexpr):
+    """How many of a thread's columns of a row, the `pair` of every eight, come before column `limit`."""
+    limit = clamp(limit, 0, EIGHTS * 8)
+    return (limit >> 3) * 2 + clamp((limit & 7) - pair * 2, 0, 2)
+
+
+@gluon.jit
+def hide_outside(s, low, high, LEFT_LIMIT: gl.constexpr):
+    """Set the scores of the columns outside `[low, high)` to -inf; `low`, `high`: of each row of `s`, relative to its
+    first column. `s`: an accumulator of wgmma, of up to 128 columns.
+
+    A thread holds two neighbours of every eight columns of a row, four threads share the row. So what a thread sees of
+    it is a run of its own columns, and one word says which.
+    """
+    ROWS: gl.constexpr = s.shape[0]
+    EIGHTS: gl.constexpr = s.shape[1] // 8
+    gl.static_assert(EIGHTS <= 16)
+    parts = s.reshape([ROWS, EIGHTS, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    eight = gl.arange(0, EIGHTS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))[None, :, None, None]
+    pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))[None, None, :, None]
+    side = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))[None, None, None, :]
+    end = own_columns(gl.convert_layout(high, OF_ROW, assert_trivial=True)[:, None, None, None], pair, EIGHTS)
+    start = end * 0
+    if LEFT_LIMIT:
+        start = own_columns(gl.convert_layout(low, OF_ROW, assert_trivial=True)[:, None, None, None], pair, EIGHTS)
+    index = eight * 2 + side  # known when this is compiled, and so is the bit
+    parts = where_marked(parts, marked_run(start, end), (index * 0 + 1) << index)
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def words_of_row(length):
     """Words of a row of bits (explicit.py); `length`: of the sequence along it."""
     return (gl.cdiv(length, _PADDED) + 1) * (_PADDED // 32)

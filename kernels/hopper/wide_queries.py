@@ -120,9 +120,7 @@ def gradient_layout(T):
 @gluon.jit
 def load_partition(p, mem, T: gl.constexpr):
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-    row0, head, first, last, clear_first, clear_last = place(gl.program_id(0), p, T)
-    b = head // heads
-    h = head - b * heads
+    row0, b, h, first, last, clear_first, clear_last = place(gl.program_id(0), p, T)
     kv = h // group
     for w in gl.static_range(2):
         mbarrier.expect(mem.q_full.index(w), p.q.block_type.nbytes)
@@ -185,11 +183,13 @@ def step(i, block, masked, rows, lse, delta, dq, p, mem, w: gl.constexpr, T: gl.
 def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     LAYOUT: gl.constexpr = scores_layout(T)
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-    row0, head, first, last, clear_first, clear_last = place(gl.program_id(0), p, T)
+    row0, b, h, first, last, clear_first, clear_last = place(gl.program_id(0), p, T)
     row0 += w * 64
-    rows = limits(row0, head, p, T)
+    rows = limits(row0, b, h, p, T)
     line = (
-        head.to(gl.int64) * (gl.cdiv(seq_q, T.block_m) * T.block_m) + row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        (b * heads + h).to(gl.int64) * (gl.cdiv(seq_q, T.block_m) * T.block_m)
+        + row0
+        + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     )
     lse = gl.load(p.lse + line)
     delta = gl.load(p.delta + line)
@@ -206,7 +206,7 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     fence_async_shared()
     partition_barrier()
     if row0 < seq_q:
-        tma_store(p.dq, [head // heads, head % heads, row0, 0], buffer)
+        tma_store(p.dq, [b, h, row0, 0], buffer)
     tma_store_wait(0)
 
 

@@ -13,7 +13,7 @@ from attention_oracle import visible
 
 from fusion_pass.kernels.attention_ops import problem_of
 from fusion_pass.kernels.hopper import _gate, _supports
-from fusion_pass.kernels.hopper.templates import ForwardTemplate, forward_template
+from fusion_pass.kernels.hopper.templates import forward_template
 from fusion_pass.kernels.registry import Kernel, Request
 
 pytest.importorskip("triton")
@@ -177,7 +177,8 @@ def test_reasons(call: Request, reason: str | None, monkeypatch: pytest.MonkeyPa
         ("attention", 16384, 160, "none", False),
         ("attention", 4096, 192, "none", True),
         ("attention", 4096, 128, "top_left", False),
-        ("attention", 1024, 128, "top_left", True),
+        ("attention", 1024, 128, "top_left", False),
+        ("attention", 1024, 64, "top_left", False),
         ("attention", 1024, 128, "none", False),
         ("attention_backward", 4096, 256, "none", False),
         ("attention_backward", 4096, 64, "none", False),
@@ -206,27 +207,50 @@ def test_the_backward_of_192_and_128_lanes_is_left_to_cudnn(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "mask", "uneven", "queries", "queries_of_a_tile", "skip_hidden"),
+    ("head_dim", "mask", "uneven", "queries", "heads", "sinks", "tile", "skip_hidden", "programs"),
     [
-        (64, "right", True, 8192, 192, True),
-        (64, "right", True, 8191, 128, False),
-        (64, "rows", True, 8192, 128, False),
-        (64, "right", False, 8192, 192, False),  # every key, of which the last block is ragged
-        (128, "right", True, 8192, 128, False),
+        (64, "right", True, 8192, 64, False, (192, 128), True, 1),
+        (64, "right", True, 8192, 64, True, (128, 128), False, 1),  # the long tile would spill beside sinks
+        (64, "right", True, 8191, 64, False, (128, 128), False, 1),
+        (64, "right", True, 1025, 512, False, (128, 128), False, 1),
+        (64, "right", True, 1024, 512, False, (128, 64), True, 2),
+        (64, "right", True, 1024, 255, False, (128, 128), False, 1),  # too few tiles for two at a time
+        (64, "right", True, 512, 512, True, (128, 64), True, 2),
+        (64, "rows", True, 8192, 64, False, (128, 128), False, 1),
+        (64, "rows", True, 1024, 512, False, (128, 128), False, 1),
+        (64, "right", False, 8192, 64, False, (192, 128), False, 1),  # every key, of which the last block is ragged
+        (64, "right", False, 1024, 512, False, (128, 128), False, 1),
+        (128, "right", True, 8192, 64, False, (128, 128), False, 1),
+        (128, "right", True, 1024, 512, False, (128, 128), False, 1),
     ],
 )
-def test_tile_of_long_sequences(
-    head_dim: int, mask: str, uneven: bool, queries: int, queries_of_a_tile: int, skip_hidden: bool
+def test_tile_by_length(
+    head_dim: int,
+    mask: str,
+    uneven: bool,
+    queries: int,
+    heads: int,
+    sinks: bool,
+    tile: tuple[int, int],
+    skip_hidden: bool,
+    programs: int,
 ) -> None:
-    def template(sinks: bool) -> ForwardTemplate:
-        found = forward_template(
-            head_dim, head_dim, mask=mask, softcap=False, sinks=sinks, uneven=uneven, queries=queries
-        )
-        assert found is not None
-        return found
+    found = forward_template(
+        head_dim, head_dim, mask=mask, softcap=False, sinks=sinks, uneven=uneven, queries=queries, heads=heads
+    )
+    assert found is not None
+    assert ((found.block_m, found.block_n), found.skip_hidden, found.programs) == (tile, skip_hidden, programs)
 
-    assert (template(False).block_m, template(False).skip_hidden) == (queries_of_a_tile, skip_hidden)
-    assert not template(True).skip_hidden
+
+@pytest.mark.parametrize(("queries", "registers", "at_launch"), [(1024, 104, 80), (4096, 240, 168), (8192, 160, 128)])
+def test_registers(queries: int, registers: int, at_launch: int) -> None:
+    """What the warps of a multiprocessor may have together: after `setmaxnreg` no more than at launch."""
+    found = forward_template(64, 64, mask="right", softcap=False, sinks=False, uneven=True, queries=queries, heads=512)
+    assert found is not None
+    assert (found.registers, found.max_registers) == (registers, at_launch)
+    threads = 128 * (found.warpgroups + 1)
+    assert 128 * (found.warpgroups * registers + 24) <= threads * at_launch
+    assert found.programs * threads * at_launch <= 65536
 
 
 def test_a_mask_of_every_head_has_blocks_of_one_query_head() -> None:

@@ -410,6 +410,34 @@ LONG = {
 }
 
 
+SHORT = {
+    "square": case(1024, conditions=CAUSAL),
+    "bottom_right": case(1000, 1500, conditions=BOTTOM),
+    "rows_see_nothing": case(500, 200, conditions=BOTTOM),
+    "fewer_keys": case(1999, 1777, conditions=CAUSAL),
+    "softcap": case(700, logits=4, conditions=options(softcap=30.0, causal="top_left")),
+    "sinks": case(700, conditions=CAUSAL, sinks=True),
+    "many_tiles": case(1024, batch=8, heads=16, kv_heads=4, conditions=CAUSAL),
+    "one_query": case(1, 65, conditions=BOTTOM),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_two_thread_blocks_a_multiprocessor(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The tile of many short sequences (head_dim 64), here whatever their number and length."""
+    from fusion_pass.kernels.hopper import plans, templates
+
+    _, _, tile = templates._SHORT_CAUSAL_TILES[64, 64]
+    monkeypatch.setitem(templates._SHORT_CAUSAL_TILES, (64, 64), (8191, 0, tile))
+    inputs = make_inputs(dataclasses.replace(SHORT[name], head_dim=64, value_dim=64), torch.bfloat16, device)
+    plans.forward_plan.cache_clear()
+    try:
+        assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16))
+        assert plans.forward_plan.cache_info().currsize == 1
+    finally:
+        plans.forward_plan.cache_clear()
+
+
 @pytest.mark.parametrize("name", LONG)
 def test_long_causal(name: str, device: torch.device) -> None:
     """Head_dim 64, enough queries for causal tiles of 192, whose warpgroups skip blocks that their rows do not see."""
@@ -424,9 +452,13 @@ def test_wide_heads(name: str, deterministic: bool, device: torch.device) -> Non
     assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16, deterministic=deterministic))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", ["none", "top_left"])
-def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    # At head_dim 64 each has a tile of its own under causality.
+    ("dim", "tokens", "heads"),
+    [(64, 1024, 128), (64, 2048, 8), (64, 8192, 8), (128, 2048, 8), (256, 2048, 8)],
+)
+def test_integers_are_exact(dim: int, tokens: int, heads: int, causal: str, device: torch.device) -> None:
     """A product that reads registers too late gives wrong integers now and then (triton 9433, 11781; flash-linear-
     attention 1262)."""
     from fusion_pass.kernels.attention_ops import problem_of
@@ -437,12 +469,11 @@ def test_integers_are_exact(dim: int, causal: str, device: torch.device) -> None
     def integers(*shape: int) -> Tensor:
         return torch.randint(-4, 5, shape, device=device, generator=generator).to(torch.bfloat16)
 
-    tokens = 8192 if dim == 64 else 2048  # at head_dim 64 enough for three warpgroups, causal too
     # Scores of 0 make every probability a power of two where the number of keys is one: sums of small integers, exact
     # in float32.
     q, k, v, grad = (
-        torch.zeros(2, tokens, 8, dim, device=device, dtype=torch.bfloat16),
-        *(integers(2, tokens, 8, dim) for _ in range(3)),
+        torch.zeros(2, tokens, heads, dim, device=device, dtype=torch.bfloat16),
+        *(integers(2, tokens, heads, dim) for _ in range(3)),
     )
     problem = problem_of(q, k, v, causal=causal)
     out, lse = launch.forward(problem, "bshd")

@@ -1,0 +1,194 @@
+"""The consumers of the forward: the loop over tiles and blocks of keys of a warpgroup, in the two forms that a template
+chooses from."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import barriers
+from .forward_state import FREE, announced, limits, out_layout, scores_layout, zeros, zeros_of_rows
+from .forward_steps import (
+    as_operand,
+    attend,
+    attend_in_turn,
+    finish,
+    first_block,
+    first_probabilities,
+    kept_q,
+    last_values,
+    of_out,
+    pass_turn,
+    rounded,
+    row_sums,
+    seen_blocks,
+    start_scores,
+    take_turn,
+    v_block,
+)
+from .gluon_api import tma_store_wait
+
+
+@gluon.jit
+def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
+    if T.overlapped:
+        consumer_overlapped(p, mem, w, T)
+    else:
+        consumer_in_turn(p, mem, w, T)
+
+
+@gluon.jit
+def consumer_overlapped(p, mem, w: gl.constexpr, T: gl.constexpr):
+    """The scores of a block are computed beside the product of the block before with V, those of a tile's first block
+    beside the last product of the tile before."""
+    OUT: gl.constexpr = out_layout(T)
+    THREADS: gl.constexpr = T.warpgroups * 128 + 32
+    turn = gl.to_tensor(0)
+    row0, b, h, first, last, clear_first, clear_last = announced(turn, mem)
+    row0 += w * 64
+    rows = limits(row0, b, h, p, T)
+    mbarrier.wait(mem.q_full.index(w), 0)
+    if T.pingpong:  # noqa: SIM102 (decided at compile time; the next one is not)
+        if w == T.warpgroups - 1:
+            pass_turn(w, T)  # opens the first turn of warpgroup 0
+    last, clear_last, use = seen_blocks(row0, first, last, clear_last, turn, p, mem, w, T)
+    stage = use % T.stages
+    mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+    q, maximum, total, pairs = first_block(w, stage, last - 1, rows, p, mem, w, T)
+    rescale = zeros_of_rows(T) + 1.0
+    acc = zeros(T.v_dim, OUT)
+    use += 1
+    while row0 >= 0:
+        slot = (turn % T.q_buffers) * T.warpgroups + w
+        if T.masked:
+            clear_last = gl.minimum(clear_last, last - 1)
+            clear_first = gl.minimum(clear_first, clear_last)
+            for back in range(1, last - clear_last):
+                acc, maximum, total, rescale, pairs = attend(
+                    use, last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
+                    rows, p, mem, w, T, True,
+                )  # fmt: skip
+                use += 1
+            for back in range(clear_last - clear_first):
+                acc, maximum, total, rescale, pairs = attend(
+                    use, clear_last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
+                    rows, p, mem, w, T, False,
+                )  # fmt: skip
+                use += 1
+            if T.left_limit:
+                for back in range(clear_first - first):
+                    acc, maximum, total, rescale, pairs = attend(
+                        use, clear_first - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
+                        rows, p, mem, w, T, True,
+                    )  # fmt: skip
+                    use += 1
+        else:
+            for back in range(1, last - first):
+                acc, maximum, total, rescale, pairs = attend(
+                    use, last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
+                    rows, p, mem, w, T, False,
+                )  # fmt: skip
+                use += 1
+        mbarrier.arrive(mem.q_free.index(slot), count=1)
+        turn += 1
+        next_row0, next_b, next_h, first, last, clear_first, clear_last = announced(turn, mem)
+        if T.q_buffers == 1:
+            # Q is loaded while the last product is computed and O is written.
+            acc = last_values(use, acc, rescale, pairs, p, mem, T)
+            finish(acc, maximum, total, row0, b, h, p, mem, w, T)
+            if next_row0 >= 0:
+                next_row0 += w * 64
+                rows = limits(next_row0, next_b, next_h, p, T)
+                last, clear_last, use = seen_blocks(next_row0, first, last, clear_last, use, p, mem, w, T)
+                stage = use % T.stages
+                mbarrier.wait(mem.q_full.index(w), turn & 1)
+                mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+                q, maximum, total, pairs = first_block(w, stage, last - 1, rows, p, mem, w, T)
+                rescale = zeros_of_rows(T) + 1.0
+                acc = zeros(T.v_dim, OUT)
+                use += 1
+        elif next_row0 >= 0:
+            use_before = use - 1
+            before = use_before % T.stages
+            next_row0 += w * 64
+            rows = limits(next_row0, next_b, next_h, p, T)
+            last, clear_last, use = seen_blocks(next_row0, first, last, clear_last, use, p, mem, w, T)
+            stage = use % T.stages
+            slot = (turn % T.q_buffers) * T.warpgroups + w
+            mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
+            mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+            q = kept_q(mem, slot, T)
+            take_turn(w, T)
+            s = start_scores(q, slot, stage, mem, T)
+            if T.rescale_late:
+                acc = acc * of_out(rescale, T)
+                rescale = zeros_of_rows(T) + 1.0
+            mbarrier.wait(mem.v_full.index(before), (use_before // T.stages) & 1)
+            operand = as_operand(pairs, p, T)
+            acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
+            pass_turn(w, T)
+            s = warpgroup_mma_wait(1, (s,))
+            barriers.arrive(FREE + stage, THREADS)
+            probabilities, next_maximum, next_total = first_probabilities(s, last - 1, rows, p, T)
+            acc, operand = warpgroup_mma_wait(0, (acc, operand))
+            barriers.arrive(FREE + T.stages + before, THREADS)
+            pairs = rounded(probabilities, p, T)
+            finish(acc, maximum, total, row0, b, h, p, mem, w, T)
+            acc = zeros(T.v_dim, OUT)
+            maximum = next_maximum
+            total = next_total
+            use += 1
+        else:
+            acc = last_values(use, acc, rescale, pairs, p, mem, T)
+            finish(acc, maximum, total, row0, b, h, p, mem, w, T)
+        row0 = next_row0
+        b = next_b
+        h = next_h
+    if T.store_by_tma:
+        tma_store_wait(0)
+
+
+@gluon.jit
+def consumer_in_turn(p, mem, w: gl.constexpr, T: gl.constexpr):
+    """Scores, softmax and the product with V of one block after those of the other: registers for two thread blocks a
+    multiprocessor, each of which works while the other waits."""
+    gl.static_assert(T.q_buffers == 2)
+    SUMS: gl.constexpr = row_sums(zeros(T.block_n, scores_layout(T))).type.layout
+    turn = gl.to_tensor(0)
+    use = gl.to_tensor(0)
+    row0, b, h, first, last, clear_first, clear_last = announced(turn, mem)
+    while row0 >= 0:
+        row0 += w * 64
+        rows = limits(row0, b, h, p, T)
+        last, clear_last, use = seen_blocks(row0, first, last, clear_last, use, p, mem, w, T)
+        slot = (turn & 1) * T.warpgroups + w
+        mbarrier.wait(mem.q_full.index(slot), (turn >> 1) & 1)
+        q = kept_q(mem, slot, T)
+        acc = zeros(T.v_dim, out_layout(T))
+        maximum = zeros_of_rows(T) + float("-inf")
+        total = gl.zeros((64, 4), gl.float32, SUMS)
+        for back in range(last - clear_last):
+            acc, maximum, total = attend_in_turn(
+                use, last - 1 - back, q, slot, acc, maximum, total, rows, p, mem, w, T, True
+            )
+            use += 1
+        for back in range(clear_last - clear_first):
+            acc, maximum, total = attend_in_turn(
+                use, clear_last - 1 - back, q, slot, acc, maximum, total, rows, p, mem, w, T, False
+            )
+            use += 1
+        if T.left_limit:
+            for back in range(clear_first - first):
+                acc, maximum, total = attend_in_turn(
+                    use, clear_first - 1 - back, q, slot, acc, maximum, total, rows, p, mem, w, T, True
+                )
+                use += 1
+        mbarrier.arrive(mem.q_free.index(slot), count=1)
+        finish(acc, maximum, total, row0, b, h, p, mem, w, T)
+        turn += 1
+        row0, b, h, first, last, clear_first, clear_last = announced(turn, mem)
+    if T.store_by_tma:
+        tma_store_wait(0)
