@@ -38,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fusion-pass", description="A fusion pass for torch.compile.")
+    parser = argparse.ArgumentParser(
+        prog="fusion-pass",
+        description="A fusion pass for torch.compile. In a program: torch.compile(model, backend='fusion_pass').",
+        epilog="Try `fusion-pass doctor`, then `fusion-pass explain --model qwen3 --graph`.",
+    )
     commands = parser.add_subparsers(title="commands", required=True)
 
     command = commands.add_parser("explain", help="what would be fused in a model, and why the rest would not")
