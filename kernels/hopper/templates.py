@@ -226,12 +226,12 @@ _WIDE_FORWARD = Tile(
 # TFLOP/s on an H100 80GB, bf16, 16k tokens, hidden size 2048, all of a row in one run with cuDNN 9.19 (docs/hopper.md).
 _FORWARD_TILES: dict[tuple[int, int, bool], Tile] = {
     # (qk_dim, v_dim, keys differ from tile to tile)
-    # Causal 1k / 4k / 16k: 309 / 447 / 502, cuDNN 333 / 403 / 438; with three warpgroups 215 / 394 / 511.
+    # Causal 2k / 4k: 445 / 456, cuDNN 398 / 405; with three warpgroups 449 at 4k.
     (64, 64, True): Tile(128, 128, stages=3, pingpong=False),
     # Full 4k / 16k: 508 / 532, cuDNN 438 / 450; with two warpgroups 483 / 500. A kernel of the family that ptxas 12.8
     # miscompiles (docs/hopper.md, hazards).
     (64, 64, False): Tile(192, 128, stages=2),
-    # Causal 1k / 4k / 16k: 409 / 623 / 693, cuDNN 416 / 519 / 554; without the counter 367 / 493 / 542.
+    # Causal 1k / 4k / 16k: 433 / 633 / 741, cuDNN 419 / 525 / 638; with 64 keys a block 424 / 528 for 421 / 603.
     (128, 128, True): Tile(128, 128, stages=2, pingpong=False),
     # Full 1k / 4k: 572 / 684, cuDNN 533 / 581; with pingpong 576 / 656, and without the counter 576 / 653.
     (128, 128, False): Tile(128, 128, stages=2, pingpong=False),
@@ -262,8 +262,8 @@ _SHORT_CAUSAL_TILES: dict[tuple[int, int], tuple[int, int, Tile]] = {
 
 _LONG_CAUSAL_TILES: dict[tuple[int, int], tuple[int, Tile]] = {
     # (qk_dim, v_dim): from so many queries on, under mask `right` where the keys differ from tile to tile.
-    # Causal 4k / 8k / 16k: 425 / 488 / 517, of the tile of two warpgroups 437 / 468 / 489, cuDNN 401 / 416 / 432;
-    # without `skip_hidden` 392 / 459 / 508.
+    # Causal 8k / 16k: 537 / 529, of the tile of two warpgroups 509 at 8k, cuDNN 440 / 423; without `skip_hidden` 508 for
+    # 517 at 16k.
     (64, 64): (8192, Tile(192, 128, stages=2, skip_hidden=True)),
 }
 
