@@ -40,7 +40,6 @@ from .backward_state import (
     batch_and_head,
     bound,
     earlier_blocks,
-    following,
     gradient_layout,
     keep_bounds,
     needs_mask,
@@ -49,7 +48,7 @@ from .backward_state import (
     scores_layout,
     tile_at,
 )
-from .backward_step import left_operands, scores, step
+from .backward_step import left_operands, scores, step, wait_for
 from .gluon_api import (
     launch_dependents,
     partition_barrier,
@@ -100,11 +99,15 @@ def load_partition(p, mem, T: gl.constexpr):
 def _add(p, mem, head, row0, half: gl.constexpr, T: gl.constexpr):
     """Add a warpgroup's half of a tile of dQ: half of the queries, which lie in two slices of 32 lanes, or of the
     lanes."""
-    if T.keys_in_registers:
-        kv_heads, group, seq_q, seq_k = p.sizes
-        heads = kv_heads * group
+    if T.rows_halved:
+        row = row0 + half * T.dq_rows
         for i in gl.static_range(2):
-            at = [head // heads, head % heads, row0 + half * T.dq_rows, i * T.dq_lanes]
+            if T.keys_in_registers:
+                kv_heads, group, seq_q, seq_k = p.sizes
+                heads = kv_heads * group
+                at = [head // heads, head % heads, row, i * T.dq_lanes]
+            else:
+                at = [head, row // 8, 0, 0, i * T.dq_lanes]
             tma_reduce_add(p.dq, at, mem.dq_boxes.index(2 * i + half))
     else:
         tma_reduce_add(p.dq, [head, row0 // 8, 0, 0, half * T.dq_lanes], mem.dq_boxes.index(half))
@@ -139,7 +142,7 @@ def dq_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
         _add(p, mem, head, row0, 0, T)
         barriers.sync(FULL + 1, HALF)
         _add(p, mem, head, row0, 1, T)
-        tma_store_wait(2 if T.keys_in_registers else 1)
+        tma_store_wait(2 if T.rows_halved else 1)
         barriers.arrive(DQ_FREE, HALF)
         tma_store_wait(0)
         barriers.arrive(DQ_FREE + 1, HALF)
@@ -170,24 +173,28 @@ def compute_partition(p, mem, T: gl.constexpr):
     mbarrier.wait(mem.kv_full.index(1), 0)
     operands = left_operands(mem, T)
     st = gl.zeros((BLOCK_N, T.block_m), gl.float32, scores_layout(T))
+    tile = tile_at(0, bound(mem, FIRST), bound(mem, LAST), T)
+    masked = needs_mask(tile, mem)
+    some = bound(mem, LAST) > bound(mem, FIRST)
+    if T.early_scores | T.looks_ahead:
+        wait_for(mem.q_full, 0, some, T)
+    if T.looks_ahead:
+        wait_for(mem.do_full, 0, some, T)
     if T.early_scores:  # noqa: SIM102 (decided at compile time; the next one is not)
-        if bound(mem, LAST) > bound(mem, FIRST):
-            st = warpgroup_mma_wait(0, (scores(0, True, operands[0], mem, T),))
+        if some:
+            st = warpgroup_mma_wait(0, (scores(0, operands[0], mem, T),))
     warpgroup = barriers.warpgroup_index()
     # One loop over the tiles of all heads; a loop each for masked and unmasked tiles made it spill. Two tiles at a
     # time: only of two buffers by name does Triton see that one may be written while the other is read, and puts no
     # barrier before the store.
-    tile = tile_at(0, bound(mem, FIRST), bound(mem, LAST), T)
     for use in range(0, _uses(group, mem), 2):
         more = use + 1 < _uses(group, mem)
-        masked = needs_mask(tile, mem)
-        st, dk, dv = step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, False, T)
-        tile = following(tile, mem, T)
+        st, dk, dv, tile, masked = step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, False, T)
         if use + 1 < _uses(group, mem):
             more = use + 2 < _uses(group, mem)
-            masked = needs_mask(tile, mem)
-            st, dk, dv = step(use + 1, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, True, T)
-            tile = following(tile, mem, T)
+            st, dk, dv, tile, masked = step(
+                use + 1, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, True, T
+            )
         else:
             partition_barrier()  # once; without it Triton would put one before every store to the first buffer
     partition_barrier()
@@ -241,7 +248,8 @@ def backward_kernel(
     if T.keys_in_registers:
         boxes = reinterpret(tile_dq, gl.float32, [4, 1, 1, T.dq_rows, T.dq_lanes], dq.layout)
     else:
-        boxes = reinterpret(tile_dq, gl.float32, [2, 1, T.dq_rows // 8, 4, 2, T.dq_lanes], dq.layout)
+        BOXES: gl.constexpr = 4 if T.rows_halved else 2
+        boxes = reinterpret(tile_dq, gl.float32, [BOXES, 1, T.dq_rows // 8, 4, 2, T.dq_lanes], dq.layout)
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
     launch_dependents()

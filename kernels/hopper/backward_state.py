@@ -156,6 +156,8 @@ def gradient_layout(T, dim):
 def dq_layout(T):
     """Registers of dQ [block_m, qk_dim]: 64 rows leave the feature axis for the second warpgroup."""
     t = T.template
+    if t.rows_halved:
+        return gl.NVMMADistributedLayout([3, 0], [t.num_warps, 1], [16, t.qk_dim, 16])
     return gl.NVMMADistributedLayout([3, 0], [4, t.num_warps // 4], [16, t.dq_lanes, 16])
 
 

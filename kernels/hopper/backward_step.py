@@ -17,8 +17,10 @@ from .backward_state import (
     DQ_FULL_ODD,
     STAGE_FREE,
     dq_layout,
+    following,
     gradient_layout,
     hide,
+    needs_mask,
     scores_layout,
     to_store,
     transposed_dq_layout,
@@ -33,7 +35,8 @@ def step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, odd: 
     """One tile of queries, the `use`-th of this thread block; `odd` uses have a buffer of dS of their own.
 
     `operands`: see `left_operands`. With `T.early_scores`, `st` is the tile's S^T, and that of the next one is
-    returned (`more`: there is one).
+    returned (`more`: there is one). With `T.looks_ahead`, Q and dO have come, and `masked` says whether the tile needs
+    a mask. Returned with the accumulators: the next tile, and whether it needs one.
     """
     BLOCK_M: gl.constexpr = T.block_m
     BLOCK_N: gl.constexpr = T.block_n
@@ -51,12 +54,18 @@ def step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, odd: 
     stage = use % T.stages
     q = mem.q.index(stage).reshape([BLOCK_M, QK_DIM])
     do = mem.do.index(stage).reshape([BLOCK_M, V_DIM])
+    if not T.looks_ahead:
+        masked = needs_mask(tile, mem)
     if not T.early_scores:
-        st = scores(use, True, k, mem, T)
-    mbarrier.wait(mem.do_full.index(stage), (use // T.stages) & 1)
+        if not T.looks_ahead:
+            wait_for(mem.q_full, use, True, T)
+        st = scores(use, k, mem, T)
+    if not T.looks_ahead:
+        wait_for(mem.do_full, use, True, T)
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, SCORES)
     dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    lse = mem.lse.index(stage).load(SCORES)
+    if not T.rows_late:
+        lse = mem.lse.index(stage).load(SCORES)
     if not T.early_scores:
         st = warpgroup_mma_wait(1, (st,))
     if T.softcap:
@@ -65,12 +74,17 @@ def step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, odd: 
     if T.masked:  # noqa: SIM102 (decided at compile time; the next one is not)
         if masked:
             st = hide(st, tile, p, T)
+    if T.rows_late:
+        lse = mem.lse.index(stage).load(SCORES)
     pt = gl.exp2(st * scale - lse)
-    delta = mem.delta.index(stage).load(SCORES)
+    if not T.rows_late:
+        delta = mem.delta.index(stage).load(SCORES)
     p_operand = gl.convert_layout(pt.to(mem.q.dtype), P_OPERAND, assert_trivial=True)
     if T.softcap:
         pt = pt * (1.0 - capped * capped)
     dpt = warpgroup_mma_wait(0, (dpt,))
+    if T.rows_late:
+        delta = mem.delta.index(stage).load(SCORES)
     ds = (pt * (dpt - delta)).to(mem.q.dtype)
     ds_operand = gl.convert_layout(ds, DS_OPERAND, assert_trivial=True)
     # Stored before the product is issued: the fence need not wait for it.
@@ -90,13 +104,22 @@ def step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, odd: 
         barriers.arrive(DQ_FULL + warpgroup, 160)
     else:
         barriers.arrive((DQ_FULL_ODD if odd else DQ_FULL) + warpgroup, 160)
+    if T.early_scores | T.looks_ahead:
+        wait_for(mem.q_full, use + 1, more, T)
+    if T.early_scores:  # of whatever is there, if there is no next tile
+        st = scores(use + 1, k, mem, T)
+    if T.looks_ahead:
+        wait_for(mem.do_full, use + 1, more, T)
+        tile = following(tile, mem, T)
+        masked = needs_mask(tile, mem)
     if T.early_scores:
-        st = scores(use + 1, more, k, mem, T)
         dk, st, ds_operand = warpgroup_mma_wait(0, (dk, st, ds_operand))
     else:
         dk, ds_operand = warpgroup_mma_wait(0, (dk, ds_operand))
     barriers.arrive(STAGE_FREE + stage, THREADS)
-    return st, dk, dv
+    if not T.looks_ahead:
+        tile = following(tile, mem, T)
+    return st, dk, dv, tile, masked
 
 
 @gluon.jit
@@ -117,11 +140,15 @@ def left_operands(mem, T: gl.constexpr):
 
 
 @gluon.jit
-def scores(use, exists, k, mem, T: gl.constexpr):
-    """Issue S^T of the `use`-th tile; of whatever is there, without waiting for it, if there is no such tile."""
-    stage = use % T.stages
-    mbarrier.wait(mem.q_full.index(stage), (use // T.stages) & 1, pred=exists)
-    q = mem.q.index(stage).reshape([T.block_m, T.qk_dim])
+def wait_for(full, use, exists, T: gl.constexpr):
+    """Wait until Q, or dO, of the `use`-th tile has come, if there is such a tile. `full`: barriers of the stages."""
+    mbarrier.wait(full.index(use % T.stages), (use // T.stages) & 1, pred=exists)
+
+
+@gluon.jit
+def scores(use, k, mem, T: gl.constexpr):
+    """Issue S^T of the `use`-th tile."""
+    q = mem.q.index(use % T.stages).reshape([T.block_m, T.qk_dim])
     zero = gl.zeros((T.block_n, T.block_m), gl.float32, scores_layout(T))
     return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
 

@@ -132,6 +132,11 @@ class BackwardTemplate(Template):
     """K, V and K^T are left operands in registers, and dQ is computed transposed; otherwise from shared memory."""
     early_scores: bool
     """S of the next tile is issued behind the last product of a tile."""
+    looks_ahead: bool
+    """Where the next tile is, whether it needs a mask and that it has come is found behind the last product of a tile,
+    not before the first one of the next."""
+    rows_late: bool
+    """LSE and delta are loaded when they are needed, not while a product is waited for: they take no registers."""
 
     @property
     def later_first(self) -> bool:
@@ -145,10 +150,15 @@ class BackwardTemplate(Template):
         return 2 if self.deterministic else 1
 
     @property
+    def rows_halved(self) -> bool:
+        """Each of the two warpgroups owns half of a tile of dQ and hands it over on its own barrier: half of the
+        queries where there are 128, or of dQ^T, otherwise half of the lanes."""
+        return self.keys_in_registers or self.block_m == 128
+
+    @property
     def dq_rows(self) -> int:
-        """Rows of dQ in one reduce-add. Each of the two warpgroups owns half of a tile and hands it over on its own
-        barrier: half of the rows of dQ^T, half of the lanes of dQ."""
-        return self.block_m // 2 if self.keys_in_registers else self.block_m
+        """Rows of dQ in one reduce-add."""
+        return self.block_m // 2 if self.rows_halved else self.block_m
 
     @property
     def dq_lanes(self) -> int:
@@ -277,21 +287,29 @@ class BackwardTile:
     stages: int
     keys_in_registers: bool
     early_scores: bool
+    looks_ahead: bool = False
+    rows_late: bool = False
 
 
-# TFLOP/s on an H100 80GB, bf16, 16k tokens, cuDNN 9.19 of the same run in brackets.
+# TFLOP/s on an H100 80GB, bf16, 16k tokens, cuDNN 9.19 of the same run in brackets. Ratios: of variants that took turns
+# in one run, medians of twelve, which repeat to 0.2 % (docs/hopper.md).
 _BACKWARD_TILES: dict[tuple[int, int, bool], BackwardTile] = {
     # (qk_dim, v_dim, masked)
     # Causal 4k 430 (375), full 481 (441). With K^T in shared memory 417 and 470, with all three 373 and 414; with early
-    # scores 433 and 476; 128 queries spill. Since dS has two buffers causal 4k 451 (358), and 412 with one in the same
-    # run; with early scores 439.
+    # scores 433 and 476. Since dS has two buffers causal 4k 451 (358), and 412 with one in the same run; with early
+    # scores 439. With 128 queries causal 4k the same, full 4k 1.03 times as fast.
     (64, 64, True): BackwardTile(64, 128, stages=2, keys_in_registers=True, early_scores=False),
-    (64, 64, False): BackwardTile(64, 128, stages=2, keys_in_registers=True, early_scores=False),
-    # Causal 4k 507 (449), full 574 (516); each with the other's `early_scores` 496 and 560. All with one buffer of dS.
-    (128, 128, True): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=True),
+    (64, 64, False): BackwardTile(128, 128, stages=2, keys_in_registers=False, early_scores=False, rows_late=True),
+    # Causal 4k 507 (449), full 574 (516); each with the other's `early_scores` 496 and 560. All with one buffer of dS,
+    # which is as fast as two: causal 4k 1.001 times, beside 1.007 and 1.020 of one and two when it looks ahead.
+    (128, 128, True): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=True, looks_ahead=True),
     (128, 128, False): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=False),
 }
 
+_SOFTCAP_BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
+    # 128 queries, or keys in registers, would spill beside tanh.
+    (64, 64): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=False),
+}
 
 _WIDE_QUERIES = Tile(128, 64, stages=2)
 _WIDE_KEYS = Tile(64, 64, stages=2)
@@ -373,10 +391,11 @@ def backward_template(
     tile = None if dims is None else _BACKWARD_TILES.get((*dims, mask != "none"))
     if dims is None or tile is None:
         return None
-    keys_in_registers = tile.keys_in_registers and not softcap  # with tanh it would spill 300 bytes
+    if softcap:
+        tile = _SOFTCAP_BACKWARD_TILES.get(dims, tile)
     return BackwardTemplate(
         *dims, mask, softcap, deterministic, tile.block_m, tile.block_n, tile.stages, 8,
-        keys_in_registers, tile.early_scores,
+        tile.keys_in_registers, tile.early_scores, tile.looks_ahead, tile.rows_late,
     )  # fmt: skip
 
 

@@ -145,9 +145,9 @@ def expected_wgmma(name: str) -> int:
         return 2 * (qk_dim // 16 + v_dim // 16 + 64 // 16)
     if direction == "keys":  # S, dP, and dV, dK over 64 queries
         return qk_dim // 16 + v_dim // 16 + 2 * (64 // 16)
-    block_m, block_n = 64, 128
     # S, dP (over the features), dV, dK (over the queries), dQ (over the keys); one loop of two tiles whatever the mask.
     # Early scores are those of the next tile; the first ones stand before the loop.
+    block_m, block_n = 128 if name in ("backward-64x64-none", "backward-64x64-none-deterministic") else 64, 128
     early = qk_dim == 128 and mask != "none"
     tile = 2 * (qk_dim // 16) + 2 * (block_m // 16) + block_n // 16
     return 2 * tile + (qk_dim // 16 if early else 0)
