@@ -9,13 +9,16 @@ keys, so dK and dV are summed over the group in registers, in a fixed order. The
         S^T  = K Q^T                   dP^T = V dO^T                       (both issued at once)
         P^T  = exp2(S^T scale - LSE)   dS^T = P^T (dP^T - delta)
         dV  += P^T dO                  dK  += dS^T Q                       (P^T, dS^T stay in registers)
-        dQ   = dS K                    dS^T through two buffers in shared memory; at head_dim 64 as dQ^T = K^T dS^T
+        dQ   = dS K                    dS^T through two buffers in shared memory; with K in registers as dQ^T = K^T dS^T
     dQ warp       dQ tile -> global memory by TMA reduce-add in float32
 
-At head_dim 64 K, V and K^T, the left operands of S^T, dP^T and dQ^T, are in registers; at 128 there is no room.
+A tile has 64 queries. At head_dim 64 K, V and K^T, the left operands of S^T, dP^T and dQ^T, are in registers, or,
+without a mask, a tile has 128 queries and they are not; at head_dim 128 there is no room for either.
 
-Named barriers hand the dQ tile over; each compute warpgroup owns half of it (of the features, or of the queries of
-dQ^T) and a barrier of its own. With `deterministic` the blocks of keys add to a tile of dQ in a fixed order: the dQ
+It may start before the kernel before it ends (`prepare.py`): whatever touches more than K and V waits for that one.
+
+Named barriers hand the dQ tile over; each compute warpgroup owns half of it (of the features, or of the queries
+of dQ^T or of 128) and a barrier of its own. With `deterministic` the blocks of keys add to a tile of dQ in a fixed order: the dQ
 warp waits for its turn before it adds and passes it on after the addition is written.
 
 Global memory traffic per block of keys and query head: seq_q (qk_dim + v_dim) elements read, 4 seq_q qk_dim bytes of

@@ -126,8 +126,8 @@ def step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, odd: 
 def left_operands(mem, T: gl.constexpr):
     """K and V, the left operands of S^T and dP^T, and K^T, that of dQ^T (otherwise the right one of dQ).
 
-    In registers where there is room, at head_dim 64: the two operands of a product of 64 rows and 64 columns take
-    shared memory as long to deliver as the product takes.
+    In registers where there is room, at head_dim 64 with 64 queries a tile: the two operands of a product of 64 rows
+    and 64 columns take shared memory as long to deliver as the product takes.
     """
     k = mem.k.index(hidden(0)).reshape([T.block_n, T.qk_dim])
     v = mem.v.index(hidden(0)).reshape([T.block_n, T.v_dim])
