@@ -17,9 +17,9 @@ without a mask, a tile has 128 queries and they are not; at head_dim 128 there i
 
 It may start before the kernel before it ends (`prepare.py`): whatever touches more than K and V waits for that one.
 
-Named barriers hand the dQ tile over; each compute warpgroup owns half of it (of the features, or of the queries
-of dQ^T or of 128) and a barrier of its own. With `deterministic` the blocks of keys add to a tile of dQ in a fixed order: the dQ
-warp waits for its turn before it adds and passes it on after the addition is written.
+Named barriers hand the dQ tile over; each compute warpgroup owns half of it (of the features, or of the queries of dQ^T
+or of a tile of 128) and a barrier of its own. With `deterministic` the blocks of keys add to a tile of dQ in a fixed
+order: the dQ warp waits for its turn before it adds and passes it on after the addition is written.
 
 Global memory traffic per block of keys and query head: seq_q (qk_dim + v_dim) elements read, 4 seq_q qk_dim bytes of
 reduce-add in L2.
