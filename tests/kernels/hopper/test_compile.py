@@ -81,7 +81,7 @@ SPILLS = {
     "backward-64x64-band*": 24,
     "backward-64x64-right*": 24,
     "backward-64x64-*": 0,
-    "backward-128x128-bits-softcap": 900,
+    "backward-128x128-bits-softcap": 920,
     "backward-128x128-bits*": 128,
     "backward-128x128-*-softcap": 512,
     "backward-128x128-right*": 56,
