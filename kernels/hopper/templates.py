@@ -272,8 +272,8 @@ _SHORT_CAUSAL_TILES: dict[tuple[int, int], tuple[int, int, Tile]] = {
 
 _LONG_CAUSAL_TILES: dict[tuple[int, int], tuple[int, Tile]] = {
     # (qk_dim, v_dim): from so many queries on, under mask `right` where the keys differ from tile to tile.
-    # Causal 8k / 16k: 537 / 529, of the tile of two warpgroups 509 at 8k, cuDNN 440 / 423; without `skip_hidden` 508 for
-    # 517 at 16k.
+    # Causal 8k / 16k: 537 / 529, of the tile of two warpgroups 509 at 8k, cuDNN 440 / 423; without `skip_hidden`
+    # 508 for 517 at 16k.
     (64, 64): (8192, Tile(192, 128, stages=2, skip_hidden=True)),
 }
 
