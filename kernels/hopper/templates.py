@@ -301,8 +301,8 @@ _BACKWARD_TILES: dict[tuple[int, int, bool], BackwardTile] = {
     (64, 64, True): BackwardTile(64, 128, stages=2, keys_in_registers=True, early_scores=False),
     (64, 64, False): BackwardTile(128, 128, stages=2, keys_in_registers=False, early_scores=False, rows_late=True),
     # Causal 4k 507 (449), full 574 (516); each with the other's `early_scores` 496 and 560. All with one buffer of dS,
-    # which is as fast as two: causal 4k 1.001 times, beside 1.007 and 1.020 of one and two when it looks ahead (1k 1.008,
-    # 16k 1.023; full 0.98 / 0.97 / 0.96, and at head_dim 64 0.92 to 0.96).
+    # which is as fast as two: causal 4k 1.001 times, beside 1.007 and 1.020 of one and two when it looks ahead (1k
+    # 1.008, 16k 1.023; full 0.98 / 0.97 / 0.96, and at head_dim 64 0.92 to 0.96).
     (128, 128, True): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=True, looks_ahead=True),
     (128, 128, False): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=False),
 }
