@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -393,18 +394,9 @@ def compile_size(
             torch.autograd.grad(outputs, inputs, [torch.randn_like(o) for o in outputs])
 
 
-def serve(
-    orders: Connection,
-    of_others: Sequence[Connection],
-    shape: Shape,
-    sizes: Sequence[int],
-    arguments: argparse.Namespace,
-    until: float,
-) -> None:
+def serve(orders: Connection, shape: Shape, sizes: Sequence[int], arguments: argparse.Namespace, until: float) -> None:
     """A process for one shape: compiles every size, as many as can be started until then, and sends which; then
     receives (tokens, bandwidth) and sends the rows, until it receives None."""
-    for connection in of_others:
-        connection.close()  # inherited; they would outlive the process that sends the orders
     configure()
     torch.manual_seed(0)
     names = (arguments.backend, *arguments.baselines)
@@ -428,20 +420,13 @@ def side_by_side(
     shapes: Sequence[Shape], sizes: Sequence[int], arguments: argparse.Namespace
 ) -> Iterator[Callable[[Shape, int, float], list[Row]]]:
     """`benchmark` by one process a shape. They compile at the same time, and measure when they are called: alone."""
-    import torch._inductor.compile_fx
-    import torch._inductor.config
-
-    if torch.cuda.is_initialized():
-        raise RuntimeError("The processes are forked, which has to happen before this one uses the GPU.")
-    # Forked, so that they need not import PyTorch again.
-    context = multiprocessing.get_context("fork")
-    torch._inductor.config.compile_threads = 1  # these processes are as many as there are cores
+    context = multiprocessing.get_context("spawn")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # these processes are as many as there are cores
     until = time.time() + arguments.compile_seconds
     workers: dict[str, Connection] = {}
     for shape in shapes:
         workers[shape.name], orders = context.Pipe()
-        of_others = list(workers.values())
-        context.Process(target=serve, args=(orders, of_others, shape, sizes, arguments, until), daemon=True).start()
+        context.Process(target=serve, args=(orders, shape, sizes, arguments, until), daemon=True).start()
         orders.close()  # so that a process which ends is noticed here
     ready = {name: orders.recv() for name, orders in workers.items()}
 
@@ -484,6 +469,7 @@ def parse() -> argparse.Namespace:
 
 def main(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
+    torch.manual_seed(0)
     configure()
     chosen = arguments.only or (QUICK if arguments.quick else [shape.name for shape in SHAPES])
     shapes = [shape for shape in SHAPES if shape.name in chosen]
@@ -493,8 +479,6 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.parallel:
             run = stack.enter_context(side_by_side(shapes, arguments.tokens, arguments))
             print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
-        stack.enter_context(side_stream())
-        torch.manual_seed(0)
         bandwidth = copy_bandwidth()
         torch.cuda.empty_cache()
         print(f"{torch.cuda.get_device_name()}: a 1 GiB copy moves {bandwidth / 1e3:.0f} GB/s")
@@ -514,4 +498,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(parse())
+    given = parse()
+    with side_stream():
+        main(given)
