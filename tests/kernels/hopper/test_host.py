@@ -214,7 +214,8 @@ def test_the_backward_of_192_and_128_lanes_is_left_to_cudnn(monkeypatch: pytest.
         (64, "right", True, 8191, 64, False, (128, 128), False, 1),
         (64, "right", True, 1025, 512, False, (128, 128), False, 1),
         (64, "right", True, 1024, 512, False, (128, 64), True, 2),
-        (64, "right", True, 1024, 255, False, (128, 128), False, 1),  # too few tiles for two at a time
+        (64, "right", True, 1024, 128, False, (128, 64), True, 2),
+        (64, "right", True, 1024, 127, False, (128, 128), False, 1),  # too few tiles for two at a time
         (64, "right", True, 512, 512, True, (128, 64), True, 2),
         (64, "rows", True, 8192, 64, False, (128, 128), False, 1),
         (64, "rows", True, 1024, 512, False, (128, 128), False, 1),
