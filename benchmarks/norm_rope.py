@@ -420,6 +420,7 @@ def side_by_side(
     shapes: Sequence[Shape], sizes: Sequence[int], arguments: argparse.Namespace
 ) -> Iterator[Callable[[Shape, int, float], list[Row]]]:
     """`benchmark` by one process a shape. They compile at the same time, and measure when they are called: alone."""
+    # Not forked: there CUDA fails to initialise.
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # these processes are as many as there are cores
     until = time.time() + arguments.compile_seconds
