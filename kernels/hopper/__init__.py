@@ -93,11 +93,12 @@ def _additive(request: Request) -> str | None:
 
 
 def _gate(request: Request) -> str | None:
-    """What has not been timed, and where cuDNN is faster and can compute the call."""
-    if _copies_much(request):
+    """Where others are faster and can compute the call."""
+    sharing = _FEWEST_SHARING[request.op]
+    if _copies_much(request, sharing):
         return (
-            "it has not been timed for an additive mask that fewer than 4 query heads share, and by the bytes it takes "
-            "longer to copy the mask than to compute the attention; name it (kernels=('hopper',)) to use it."
+            f"others are faster for an additive mask that fewer than {sharing} query heads share, because it copies "
+            "the mask first; name it (kernels=('hopper',)) to use it."
         )
     reason = _faster_by_cudnn(request)
     if reason is None:
@@ -108,13 +109,18 @@ def _gate(request: Request) -> str | None:
     return f"cuDNN is faster for {reason}."
 
 
-def _copies_much(request: Request) -> bool:
-    """An additive mask is read twice and written once before the attention reads the copy: 6 bytes a pair and more, 2.4
-    ps of 2.5 TB/s, where the attention of a pair, 512 operations at head_dim 128, takes 1.3 ps of 400 TFLOP/s."""
+_FEWEST_SHARING = {"attention": 8, "attention_backward": 4}
+"""At least so many query heads, of all batches, share each plane of an additive mask. With four (head_dim 128, causal
+4k, slopes by head) the forward has 0.81 of the speed of our Triton kernel and 0.86 of cuDNN's, the backward 1.61 and
+1.10; with sixteen the forward has 1.64 and 2.21 (H100, docs/hopper.md). Eight is between, by the bytes of the copy."""
+
+
+def _copies_much(request: Request, sharing: int) -> bool:
+    """Whether fewer than `sharing` query heads share each plane of an additive mask that has more than one."""
     if request.dtypes.get("mask", torch.bool) == torch.bool:
         return False
     planes, calls = _planes(request), (request.shapes["q"][0] or 1) * (request.shapes["q"][2] or 1)
-    return planes > 1 and 4 * planes > calls
+    return planes > 1 and sharing * planes > calls
 
 
 def _planes(request: Request) -> int:

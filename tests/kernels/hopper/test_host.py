@@ -123,7 +123,8 @@ def test_what_tensor_maps_can_read() -> None:
 def request(**changes: object) -> Request:
     shapes = dict.fromkeys("qkv", (2, 128, 4, 64)) | changes.pop("shapes", {})  # type: ignore[operator]
     dtypes = dict.fromkeys("qkv", torch.bfloat16) | changes.pop("dtypes", {})  # type: ignore[operator]
-    return Request(op="attention", device=torch.device("cuda", 0), shapes=shapes, dtypes=dtypes, options=changes)
+    op = str(changes.pop("op", "attention"))
+    return Request(op=op, device=torch.device("cuda", 0), shapes=shapes, dtypes=dtypes, options=changes)
 
 
 LONG = dict.fromkeys("qkv", (1, 16384, 4, 64))
@@ -268,27 +269,32 @@ def test_a_mask_of_every_head_has_blocks_of_one_query_head() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "more", "gated"),
+    ("shape", "more", "forward", "backward"),
     [
-        ((2, 1, 128, 128), {}, False),
-        ((1, 1, 128, 128), {}, False),
-        ((128, 128), {}, False),
-        ((1, 1, 1, 128), {}, False),
-        ((1, 2, 128, 128), {}, False),
-        ((1, 4, 128, 128), {}, True),
-        ((2, 4, 128, 128), {}, True),
-        ((2, 128, 128), {"q_segment_ids": (2, 128)}, True),
+        ((2, 1, 128, 128), {}, True, False),
+        ((1, 1, 128, 128), {}, False, False),
+        ((128, 128), {}, False, False),
+        ((1, 1, 1, 128), {}, False, False),
+        ((1, 2, 128, 128), {}, True, False),
+        ((1, 4, 128, 128), {}, True, True),
+        ((2, 4, 128, 128), {}, True, True),
+        ((2, 128, 128), {"q_segment_ids": (2, 128)}, True, True),
     ],
 )
 def test_numbers_of_every_head_are_left_to_others(
-    shape: tuple[int, ...], more: dict[str, tuple[int, ...]], gated: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    more: dict[str, tuple[int, ...]],
+    forward: bool,
+    backward: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To copy them takes longer than the attention. Booleans are taken."""
     monkeypatch.setattr("fusion_pass.kernels.hopper.kernels", lambda _: ())
-    for dtype, expected in ((torch.bfloat16, gated), (torch.bool, False)):
-        dtypes = {"mask": dtype, **dict.fromkeys(more, torch.int64)}
-        given = _gate(request(dtypes=dtypes, shapes={"mask": shape, **more}))
-        assert ("fewer than 4 query heads share" in (given or "")) == expected
+    for op, sharing, gated in (("attention", 8, forward), ("attention_backward", 4, backward)):
+        for dtype, expected in ((torch.bfloat16, gated), (torch.bool, False)):
+            dtypes = {"mask": dtype, **dict.fromkeys(more, torch.int64)}
+            given = _gate(request(op=op, dtypes=dtypes, shapes={"mask": shape, **more}))
+            assert (f"fewer than {sharing} query heads share" in (given or "")) == expected
 
 
 def test_other_chips_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
