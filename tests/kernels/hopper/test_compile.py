@@ -44,6 +44,7 @@ SPILLS = {
     # segments it is also the branch that compares labels, which packed documents in order do not take; with bits and
     # values what stands in the branches of the masked blocks.
     "forward-64x64-values32*": 64,
+    "forward-64x64-none-softcap": 48,
     "forward-128x128-values*-softcap": 700,
     "forward-128x128-values32*": 500,
     "forward-128x128-values*": 220,
