@@ -161,7 +161,9 @@ def _operand(
         else:
             kept.append(target)
             axis += 1
-    wanted = [o for o in order if o in kept and o is not None]  # all of them: see `tables`
+    wanted = [o for o in order if o in kept and o is not None]
+    if sorted(wanted) != sorted(kept):  # no graph is known that gets here: see `tables`
+        raise Refused(f"{node.name!r} varies along an axis that is neither batch nor sequence.")
     if wanted != kept:
         steps.append(Step("permute", (0, *(1 + kept.index(o) for o in wanted), len(kept) + 1)))
     steps += [Step("unsqueeze", (1 + i,)) for i, o in enumerate(order) if o is None or o not in kept]

@@ -473,8 +473,10 @@ def _names(rotation: Rotation, roles: Roles, after: Norm | None) -> tuple[str, .
     names = roles.order()
     if after is None:
         return tuple(names)
-    # It has all axes of the rotation: an axis is lost only among the lanes of a norm over more than the heads, which
+    # No graph is known that gets here: an axis is lost only among the lanes of a norm over more than the heads, which
     # `_scope` refuses.
+    if any(a is None for a in after.axes[:-1]):
+        raise Refused("The norm after the rotation changes the axes.")
     return tuple(names[a] for a in after.axes[:-1] if a is not None)
 
 

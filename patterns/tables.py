@@ -106,8 +106,10 @@ def _as_operand(
         else:
             current.append(targets[d])
         axis += 1
-    # Along no other axis: `layout.roles_of` takes none along which a table varies for the heads.
     wanted_axes: list[int | str] = [o for o in order if o in current and o is not None] + ["lanes"]
+    # No graph is known that gets here: `layout.roles_of` takes no axis along which a table varies for the heads.
+    if sorted(map(str, wanted_axes)) != sorted(map(str, current)):
+        raise Refused(f"{node.name!r} varies along an axis that is neither batch nor sequence.")
     if wanted_axes != current:
         steps.append(Step("permute", tuple(current.index(a) for a in wanted_axes)))
     steps += [Step("unsqueeze", (i,)) for i, o in enumerate(order) if o is None or o not in current]
