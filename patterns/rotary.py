@@ -74,10 +74,7 @@ def _unit_vectors(x: Array) -> Array:
 
 
 def _response(study: Study, value: Value) -> tuple[Array, tuple[int, ...]]:
-    """[world, draw, lane], and where each outer axis of the result comes from.
-
-    Those are all outer axes of the studied tensor, and an axis has labels or lanes, so the lanes are the last axis.
-    """
+    """[world, draw, lane], and where each outer axis of the result comes from."""
     outer = value.rank - 1
     paths = value.axes.get(study.source, ())[:outer]
     source_shape = study.source.shape
@@ -93,6 +90,8 @@ def _response(study: Study, value: Value) -> tuple[Array, tuple[int, ...]]:
     axes = [ones.pop(0) if a == -1 and ones else a for a in axes]
     if sorted(axes) != list(range(len(source_shape) - 1)):
         raise Opaque("outer axes are not a permutation of the input's")
+    if value.outer(outer) or any(value.lanes(d) for d in range(outer)):  # no known operation gets here
+        raise Opaque("lanes are not the last axis")
     return value.data.reshape((*value.data.shape[:2], -1)), tuple(axes)
 
 
