@@ -4,7 +4,8 @@ NAME ...]`.
 Shapes of real models. Baselines in the same run: the model's own formula, eager and compiled by Inductor; a copy of
 equal bytes; Liger-Kernel where it is installed and has the operation. Rows: forward without gradients, forward in
 training, backward (of the whole site: dq, dk, dv and dw). The percentage is the least possible traffic (every input
-read once, every result written once) over the bandwidth of a 1 GiB copy.
+read once, every result written once) over the bandwidth of a 1 GiB copy. Everything is replayed by CUDA graphs; with
+`--as-called` it is called from Python, each call timed with what the device waits for the host.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.timing import (
     RESULTS,
     Row,
     Time,
+    called_time,
     copy_bandwidth,
     copy_time,
     graph_time,
@@ -262,8 +264,10 @@ def make_data(shape: Shape, tokens: int) -> Data:
     return Data(x, angle.cos().to(shape.table_dtype), angle.sin().to(shape.table_dtype), weights, upstream)
 
 
-def measure(run: Callable[..., tuple[Tensor, ...]], shape: Shape, data: list[Data]) -> dict[str, Time]:
-    """Forward without gradients, forward in training, backward."""
+def measure(
+    run: Callable[..., tuple[Tensor, ...]], shape: Shape, data: list[Data], as_called: bool = False
+) -> dict[str, Time]:
+    """Forward without gradients, forward in training, backward. `as_called`: by `called_time`."""
 
     def forward(d: Data) -> tuple[Tensor, ...]:
         return run(shape, d.x, d.cos, d.sin, d.weights)
@@ -275,9 +279,8 @@ def measure(run: Callable[..., tuple[Tensor, ...]], shape: Shape, data: list[Dat
     def timed(call: Callable[..., object], *columns: Sequence[Any]) -> Time:
         rows = list(enumerate(zip(*columns, strict=True)))
         results.clear()
-        return graph_time(
-            [lambda i=i, row=row: results.update({i: call(*row)}) for i, row in rows], replays=9, least_us=1200.0
-        )
+        calls = [lambda i=i, row=row: results.update({i: call(*row)}) for i, row in rows]
+        return called_time(calls[0]) if as_called else graph_time(calls, replays=9, least_us=1200.0)
 
     result = {}
     with torch.no_grad():
@@ -315,9 +318,10 @@ def benchmark(
     baselines: Sequence[str],
     backend: str = "auto",
     compiled: Callable[..., tuple[Tensor, ...]] | None = None,
+    as_called: bool = False,
 ) -> list[Row]:
     """All rows of one shape and size. `compiled`: the formula under `torch.compile`, where there is one already."""
-    count = sets_for(shape.least_bytes(tokens, "forward"), most=32)
+    count = 1 if as_called else sets_for(shape.least_bytes(tokens, "forward"), most=32)
     data = [make_data(shape, tokens) for _ in range(count)]
     runs: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
     if "eager" in baselines:
@@ -328,18 +332,18 @@ def benchmark(
     if alternative is not None and agrees(alternative, shape, data[0]):
         runs["liger"] = alternative
     runs |= {name: partial(fused, backend=name) for name in BACKENDS if name in baselines}
-    ours = measure(partial(fused, backend=backend), shape, data)
+    ours = measure(partial(fused, backend=backend), shape, data, as_called)
     others = {}
     for name, run in runs.items():
         # A back end may refuse a shape.
         with contextlib.suppress(NotImplementedError):
-            others[name] = measure(run, shape, data)
+            others[name] = measure(run, shape, data, as_called)
     del data
     torch.cuda.empty_cache()
     rows = []
     for direction, mine in ours.items():
         least = shape.least_bytes(tokens, direction)
-        times = {name: result[direction] for name, result in others.items()} | {"copy": copy_time(least)}
+        times = {name: result[direction] for name, result in others.items()} | {"copy": copy_time(least, as_called)}
         rows.append(
             Row(
                 case=f"{shape.name}, {tokens} tokens",
@@ -412,7 +416,8 @@ def serve(orders: Connection, shape: Shape, sizes: Sequence[int], arguments: arg
         orders.send(ready)
         while (order := orders.recv()) is not None:
             tokens, bandwidth = order
-            orders.send(benchmark(shape, tokens, bandwidth, arguments.baselines, arguments.backend, compiled))
+            baselines, backend, as_called = arguments.baselines, arguments.backend, arguments.as_called
+            orders.send(benchmark(shape, tokens, bandwidth, baselines, backend, compiled, as_called))
 
 
 @contextlib.contextmanager
@@ -461,6 +466,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="names of shapes")
     parser.add_argument("--baselines", nargs="*", default=["eager", "inductor"], help="also back ends: triton, cuda")
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="the back end that is measured")
+    parser.add_argument("--as-called", action="store_true", help="no CUDA graphs: each call as Python makes it")
     parser.add_argument("--parallel", action="store_true", help="one process a shape; they compile side by side first")
     parser.add_argument("--compile-seconds", type=float, default=float("inf"), help="of --parallel, at most about")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no measurement after so many")
@@ -476,13 +482,16 @@ def main(arguments: argparse.Namespace) -> None:
     shapes = [shape for shape in SHAPES if shape.name in chosen]
     with contextlib.ExitStack() as stack:
         run: Callable[[Shape, int, float], list[Row]]
-        run = partial(benchmark, baselines=arguments.baselines, backend=arguments.backend)
+        run = partial(
+            benchmark, baselines=arguments.baselines, backend=arguments.backend, as_called=arguments.as_called
+        )
         if arguments.parallel:
             run = stack.enter_context(side_by_side(shapes, arguments.tokens, arguments))
             print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
         bandwidth = copy_bandwidth()
         torch.cuda.empty_cache()
-        print(f"{torch.cuda.get_device_name()}: a 1 GiB copy moves {bandwidth / 1e3:.0f} GB/s")
+        how = "each call as Python makes it, L2 overwritten before" if arguments.as_called else "by CUDA graphs"
+        print(f"{torch.cuda.get_device_name()}: a 1 GiB copy moves {bandwidth / 1e3:.0f} GB/s; rows {how}")
         host = launch_cost()
         print(f"host time of one eager call: {host['inference']} us, {host['training']} us in training", flush=True)
         rows: list[Row] = []
@@ -493,8 +502,8 @@ def main(arguments: argparse.Namespace) -> None:
                 break
             rows += run(shape, tokens, bandwidth)
             # After every case: a run that is cut short keeps what it measured.
-            facts = {"copy_gb_s": round(bandwidth / 1e3), "host_us": host}
-            write_results("norm_rope", rows, facts, arguments.out)
+            facts = {"timing": how, "copy_gb_s": round(bandwidth / 1e3), "host_us": host}
+            write_results("norm_rope_as_called" if arguments.as_called else "norm_rope", rows, facts, arguments.out)
         print(f"{time.monotonic() - start:.0f} s in all")
 
 
