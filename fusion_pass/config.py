@@ -22,6 +22,7 @@ from fusion_pass.errors import ConfigError
 ENVIRONMENT_PREFIX = "FUSION_PASS_"
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+ON_ERROR = ("warn", "raise")
 
 Expectation = Mapping[str, int] | int
 
@@ -75,6 +76,11 @@ class FusionConfig:
     """Number of fused sites every compiled graph must have: in all, or per fusion (`{"qk_norm_rope": 36}`).
     Another number raises `FusionError`. Capture with `fullgraph=True`, so that the model is one graph."""
 
+    on_error: str = "warn"
+    """What an exception in a pattern does, ours or another package's, which is a bug of the pattern. `"warn"`: what it
+    would have found stays as it is, with a warning and an entry in the report. `"raise"`: `FusionError`, from the
+    exception."""
+
     report: str | None = None
     """Path of a JSON file with what was fused and why the rest was not, over all graphs compiled by this process."""
 
@@ -84,8 +90,9 @@ class FusionConfig:
     def __post_init__(self) -> None:
         for name in ("fusions", "skip_fusions", "kernels"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
-        if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"log_level is {self.log_level!r}; it takes one of {', '.join(LOG_LEVELS)}.")
+        for name, choices in (("log_level", LOG_LEVELS), ("on_error", ON_ERROR)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it takes one of {', '.join(choices)}.")
         object.__setattr__(self, "expect", _checked_expectation(self.expect))
 
     @classmethod
@@ -117,10 +124,10 @@ class FusionConfig:
         return fusion not in self.skip_fusions and (self.fusions is None or fusion in self.fusions)
 
     def cache_key(self) -> str:
-        """The settings that change the graph; the others leave a compiled artefact valid."""
+        """The settings that decide what a graph becomes; the others leave a compiled artefact valid."""
         shaping = (
             "enabled", "fusions", "skip_fusions", "kernels", "whole_block", "keep_rotated", "allow_reference",
-            "deterministic",
+            "deterministic", "on_error",
         )  # fmt: skip
         return repr([(name, getattr(self, name)) for name in shaping])
 
@@ -174,6 +181,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "kernels": _parse_names,
     "expect": _parse_expectation,
     "repro_dir": str,
+    "on_error": str.lower,
     "report": str,
     "log_level": str.lower,
     **{field.name: _parse_bool for field in fields(FusionConfig) if isinstance(field.default, bool)},

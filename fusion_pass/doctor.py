@@ -89,9 +89,14 @@ def _backend() -> Part:
 def _patterns() -> Part:
     """The fusions looked for. An installed package with a broken pattern is a finding, not a crash."""
     try:
-        return Part("fusions", ", ".join(pattern.name for pattern in extensions.patterns()))
+        patterns = extensions.patterns()
     except Exception as error:
         return Part("fusions", None, f"A pattern cannot be loaded: {type(error).__name__}: {error}")
+    for pattern in patterns:
+        if isinstance(pattern, extensions.Unloadable):
+            kind = type(pattern.error).__name__
+            return Part("fusions", None, f"{pattern.name} cannot be loaded: {kind}: {pattern.error}")
+    return Part("fusions", ", ".join(pattern.name for pattern in patterns))
 
 
 def _devices() -> Iterator[Part]:

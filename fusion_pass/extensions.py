@@ -2,19 +2,24 @@
 
 A package adds a fusion without any change here by an entry point in the group `fusion_pass.patterns`:
 
-    [project.entry-points."fusion_pass.patterns"] my_fusion = "my_package.my_fusion:PATTERN"        # an object with
-    the attributes of `fusion_pass.patterns.base.Pattern`
+    [project.entry-points."fusion_pass.patterns"]
+    my_fusion = "my_package.my_fusion:PATTERN"    # an object as `fusion_pass.patterns.base.Pattern` describes
 
-or, inside one program, by `fusion_pass.register(PATTERN)`. Nothing is imported before the first graph is compiled.
+or, inside one program, by `fusion_pass.register(PATTERN)`. Nothing is imported before the first graph is compiled. An
+entry point that cannot be loaded is a pattern that fails: see `FusionConfig.on_error`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 
+from torch import fx
+
 from fusion_pass.errors import ConfigError
+from fusion_pass.graph.site import Refusal, Site
 from fusion_pass.patterns.base import Pattern
 
 ENTRY_POINT_GROUP = "fusion_pass.patterns"
@@ -59,11 +64,27 @@ def _installed() -> tuple[Pattern, ...]:
         pattern = _checked(getattr(importlib.import_module(module), class_name)(), module)
         found[pattern.name] = pattern
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        pattern = _checked(point.load(), f"the entry point {point.value!r}")
-        if pattern.name in found:
-            raise ConfigError(f"The entry point {point.value!r} brings a second pattern named {pattern.name!r}.")
+        try:
+            pattern = _checked(point.load(), f"the entry point {point.value!r}")
+            if pattern.name in found:
+                raise ConfigError(f"The entry point {point.value!r} brings a second pattern named {pattern.name!r}.")
+        except Exception as error:
+            pattern = Unloadable(f"{point.name} = {point.value}", error)
         found[pattern.name] = pattern
     return tuple(found.values())
+
+
+class Unloadable:
+    """In the place of a pattern that an installed package names and that cannot be had. It raises when it is asked, so
+    that `FusionConfig.on_error` decides what becomes of that, as of any pattern that fails."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name = name
+        self.error = error
+
+    def find(self, graph: fx.Graph) -> Iterable[Site | Refusal]:
+        """Raises `ConfigError`, from the exception that kept the pattern from being loaded."""
+        raise ConfigError(f"it cannot be loaded: {type(self.error).__name__}: {self.error}") from self.error
 
 
 def _checked(pattern: object, source: str) -> Pattern:

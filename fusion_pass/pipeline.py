@@ -10,12 +10,10 @@ from contextlib import contextmanager
 from torch import fx
 from torch._guards import CompileContext
 
-from fusion_pass import report, rewrite
+from fusion_pass import recognise, report, rewrite
 from fusion_pass.config import FusionConfig
-from fusion_pass.extensions import patterns
-from fusion_pass.graph.effects import graphs_at_rest
+from fusion_pass.errors import FusionError
 from fusion_pass.graph.site import Refusal, Site
-from fusion_pass.patterns.block import blocks
 from fusion_pass.plan import Planned, Repeats, Unplannable, plan_site
 from fusion_pass.report import Report, SiteReport
 from fusion_pass.verify import Verifier
@@ -26,7 +24,8 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
     higher-order operators), in place, and report on every place.
 
     `texts`: keep the graph before and after as text in the report.
-    Raises `FusionError` as `FusionConfig` describes; the module is then not to be used.
+    Raises `FusionError` as `FusionConfig` describes, or when a rewrite fails half-way; then the module is not to be
+    used.
     """
     if not config.enabled:
         return Report(graph=graph_id())
@@ -76,11 +75,8 @@ def _is_new_attempt() -> bool:
 
 
 def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) -> list[SiteReport]:
-    graph = module.graph
-    with graphs_at_rest():
-        found = [place for pattern in patterns() for place in pattern.find(graph) if config.wants(place.fusion)]
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    found.sort(key=lambda place: order[place.anchor])
+    failures: list[SiteReport] = []
+    found = recognise.places(module.graph, config, failures)
     records: dict[int, SiteReport] = {}
     taken: set[fx.Node] = set()
     renamed: dict[fx.Node, fx.Node] = {}
@@ -89,34 +85,51 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
     def applied(plan: Planned) -> SiteReport:
         verifier.check(plan)
         taken.update(plan.site.region)
-        renamed.update(rewrite.apply(plan, views))
+        try:
+            renamed.update(rewrite.apply(plan, views))
+        except Exception as error:
+            # What can fail has failed in the plan. This is a bug of the pass, and the graph may be neither old nor new.
+            site = plan.site
+            raise FusionError(
+                f"Rewriting {site.fusion} of {site.layer!r} raised {recognise.in_words(error)}. The graph may be half "
+                f"rewritten, so it is not compiled. skip_fusions=({site.fusion!r},) leaves such places alone."
+            ) from error
         return report.fused(plan)
+
+    def planned(site: Site) -> Planned | SiteReport:
+        """The plan of `site`, or the record of why there is none."""
+        try:
+            return plan_site(site, config, renamed, repeats)
+        except Unplannable as reason:
+            return report.skipped(site, str(reason))
+        except FusionError:
+            raise
+        except Exception as error:
+            return recognise.failure("Planning", site.fusion, site.layer, error, config)
 
     index_of = {id(place): index for index, place in enumerate(found)}
     joined: set[int] = set()
-    for block in list(blocks(graph, found, keep=config.keep_rotated)) if config.whole_block else ():
-        try:
-            plan = plan_site(block.site, config, renamed, repeats)
-        except Unplannable:
-            continue  # its parts are tried below, each with its own reason
-        records[index_of[id(block.attention)]] = applied(plan)
-        joined.add(index_of[id(block.norm_rope)])
+    for block in recognise.whole_blocks(module.graph, found, config, failures):
+        plan = planned(block.site)
+        if isinstance(plan, Planned):
+            records[index_of[id(block.attention)]] = applied(plan)
+            joined.add(index_of[id(block.norm_rope)])
+        elif plan.status == report.FAILED:
+            failures.append(plan)
+        # Skipped: its parts are tried below, each with its own reason.
     for index, place in _largest_first(found):
         if index in records or index in joined:
             continue
-        try:
-            if isinstance(place, Refusal):
-                raise Unplannable(place.reason)
-            if not taken.isdisjoint(place.region):
-                raise Unplannable("The place is part of a larger fusion.")
-            plan = plan_site(place, config, renamed, repeats)
-        except Unplannable as reason:
-            records[index] = report.skipped(place, str(reason))
-            continue
-        records[index] = applied(plan)
+        if isinstance(place, Refusal):
+            records[index] = report.skipped(place, place.reason)
+        elif not taken.isdisjoint(place.region):
+            records[index] = report.skipped(place, "The place is part of a larger fusion.")
+        else:
+            plan = planned(place)
+            records[index] = applied(plan) if isinstance(plan, Planned) else plan
     if renamed:
         module.recompile()
-    return [records[index] for index in range(len(found)) if index not in joined]
+    return [*(records[index] for index in range(len(found)) if index not in joined), *failures]
 
 
 def _largest_first(found: list[Site | Refusal]) -> Iterator[tuple[int, Site | Refusal]]:

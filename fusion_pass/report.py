@@ -22,21 +22,23 @@ from fusion_pass.plan import Planned
 
 log = logging.getLogger("fusion_pass")
 
-FUSED, SKIPPED = "fused", "skipped"
+FUSED, SKIPPED, FAILED = "fused", "skipped", "failed"
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One place of one graph."""
+    """One place of one graph, or a pattern that failed on it."""
 
     fusion: str
+    """Name of the fusion; of a failed pattern the pattern's name."""
     layer: str
+    """Path of the module, such as `model.layers.0.self_attn`; empty where it is not known."""
     status: str
-    """`fused` or `skipped`."""
+    """`fused`, `skipped`, or `failed`: an exception where nothing should raise."""
     reason: str
-    """Why it was skipped; empty when fused."""
+    """Why it was not fused; empty when it was."""
     kernel: str
-    """The kernel that runs it; empty when skipped."""
+    """The kernel that runs it; empty when not fused."""
     arguments: Mapping[str, Any]
     """The operator's options as found in the graph, and `"<tensor>": "<dtype>[shape]"` for its tensors."""
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -79,6 +81,12 @@ class Report:
         return tuple(site for site in self.sites if site.status == SKIPPED)
 
     @property
+    def failed(self) -> tuple[SiteReport, ...]:
+        """Patterns that raised an exception, of whose fusions this graph has none, and places whose planning did: bugs.
+        See `FusionConfig.on_error`."""
+        return tuple(site for site in self.sites if site.status == FAILED)
+
+    @property
     def counts(self) -> dict[str, int]:
         """Number of fused sites per fusion."""
         return dict(Counter(site.fusion for site in self.fused))
@@ -102,6 +110,7 @@ class Report:
         kernels = Counter((site.fusion, site.kernel) for site in self.fused)
         lines = [f"{fusion}: {count} fused ({kernel})" for (fusion, kernel), count in sorted(kernels.items())]
         lines += [f"{count} left alone, {reason}" for reason, count in self.reasons.items()]
+        lines += _failures(self)
         lines += [f"{count} of {note}" for note, count in self.notes.items()]
         return "\n".join(lines) or "no place for a fusion found"
 
@@ -139,6 +148,16 @@ def skipped(place: Site | Refusal, reason: str) -> SiteReport:
     return SiteReport(place.fusion, place.layer, SKIPPED, reason, "", options, notes)
 
 
+def failed(fusion: str, layer: str, reason: str) -> SiteReport:
+    """The record of an exception where nothing should raise."""
+    return SiteReport(fusion, layer, FAILED, reason, "", {})
+
+
+def _failures(report: Report) -> list[str]:
+    """Each distinct failure once."""
+    return list(dict.fromkeys(f"failed, {site.fusion}: {site.reason}" for site in report.failed))
+
+
 def _json_ready(options: Mapping[str, Any]) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
@@ -166,27 +185,26 @@ def check_expectations(report: Report, config: FusionConfig) -> None:
                 f"expect is {wanted}, but {found} were fused in this graph. {_inventory(report)} "
                 "(A model captured in several graphs has its sites spread over them: compile with fullgraph=True.)"
             )
-    if config.strict and (report.skipped or not report.fused):
+    if config.strict and (report.skipped or report.failed or not report.fused):
         raise FusionError(f"strict is on, but not everything was fused. {_inventory(report)}")
 
 
 def _inventory(report: Report) -> str:
     if not report.sites:
         return "No place for a fusion was found in the graph."
-    return f"Fused: {report.counts or 'nothing'}. " + " ".join(
-        f"{count} left alone, {reason}" for reason, count in report.reasons.items()
-    )
+    left_alone = (f"{count} left alone, {reason}" for reason, count in report.reasons.items())
+    return " ".join((f"Fused: {report.counts or 'nothing'}.", *left_alone, *_failures(report)))
 
 
 _warned: set[str] = set()
 
 
 def publish(report: Report, config: FusionConfig) -> None:
-    """Log the report, warn once about each inventory of refusals, hand it to `tlparse`, and write the JSON file if
-    one is configured."""
+    """Log the report, warn once about each inventory of refusals and failures, hand it to `tlparse`, and write the JSON
+    file if one is configured."""
     for line in str(report).splitlines():
         log.log(config.level, "graph %s: %s", report.graph, line)
-    if report.skipped and (inventory := _inventory(report)) not in _warned:
+    if (report.skipped or report.failed) and (inventory := _inventory(report)) not in _warned:
         _warned.add(inventory)
         log.warning("Not everything was fused. %s", inventory)
     trace_structured(

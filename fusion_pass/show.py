@@ -11,7 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from fusion_pass.report import FUSED, Report
+from fusion_pass.report import FAILED, FUSED, Report
 
 _CONTEXT = 1
 """Unchanged lines shown around a change of the graph."""
@@ -25,21 +25,23 @@ def sites(report: Report, title: str = "") -> Table:
     table.add_column("kernel", style="green")
     table.add_column("what it computes, or why it was left alone", overflow="fold")
     for site in report.sites:
-        fused = site.status == FUSED
+        fused, style = site.status == FUSED, "red" if site.status == FAILED else "yellow"
         table.add_row(
             site.layer or "(not known)",
             site.fusion,
-            site.kernel if fused else Text("skipped", style="yellow"),
-            summary(site.arguments) if fused else Text(site.reason, style="yellow"),
+            site.kernel if fused else Text(site.status, style=style),
+            summary(site.arguments) if fused else Text(site.reason, style=style),
         )
     return table
 
 
 def counts(report: Report) -> str:
-    """`qk_norm_rope: 3 fused` for each fusion, and how many places were left alone."""
+    """`qk_norm_rope: 3 fused` for each fusion, how many places were left alone, and how often a pattern failed."""
     parts = [f"{fusion}: {count} fused" for fusion, count in report.counts.items()]
     if report.skipped:
         parts.append(f"{len(report.skipped)} left alone")
+    if report.failed:
+        parts.append(f"{len(report.failed)} failed")
     return ", ".join(parts) or "No place for a fusion was found."
 
 

@@ -12,7 +12,11 @@ from fusion_pass.graph.site import Refusal, Site
 
 @runtime_checkable
 class Pattern(Protocol):
-    """Finds the sites of one fusion in one graph. Never changes the graph."""
+    """Finds the sites of one fusion in one graph. Never changes the graph.
+
+    What it does not understand it leaves out, or refuses with a reason. An exception is a bug: all that the pattern
+    found in that graph is dropped, with a warning (`FusionConfig.on_error`).
+    """
 
     name: str
     """Name of the fusion, as in reports and `FusionConfig.fusions`."""

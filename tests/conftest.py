@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -32,3 +33,14 @@ def import_triton_for_its_interpreter() -> None:
 
 
 import_triton_for_its_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def a_failure_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in a pattern or in planning reaches the test, also where its configuration says `on_error="warn"`,
+    the default. tests/pass/test_failures.py tests that."""
+
+    def reraise(what: str, fusion: str, layer: str, error: Exception, config: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fusion_pass.recognise.failure", reraise)

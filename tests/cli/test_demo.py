@@ -37,7 +37,7 @@ def test_fuses_and_trains_both_models() -> None:
 
 
 def test_an_unfused_layer_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusion_pass.pipeline.patterns", tuple)
+    monkeypatch.setattr("fusion_pass.recognise.patterns", tuple)
     status, text = run_demo(layers=1, steps=1)
     assert status == 1
     assert "Only 0 of 1 layers were fused." in text

@@ -50,12 +50,17 @@ def test_cann_is_a_folder_that_exists(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_broken_pattern_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ImportError("no such module")
+
     def broken() -> tuple[object, ...]:
-        raise ImportError("no such module")
+        raise error
 
     monkeypatch.setattr(extensions, "patterns", broken)
     assert part("fusions").found is None
     assert "ImportError: no such module" in part("fusions").lack
+    monkeypatch.setattr(extensions, "patterns", lambda: (extensions.Unloadable("mine = no_such:PATTERN", error),))
+    assert part("fusions").found is None
+    assert part("fusions").lack == "mine = no_such:PATTERN cannot be loaded: ImportError: no such module"
 
 
 def test_prints_everything(capsys: pytest.CaptureFixture[str]) -> None:

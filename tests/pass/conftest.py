@@ -23,7 +23,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def use(*patterns: Any) -> None:
         monkeypatch.setattr(extensions, "patterns", lambda: patterns)
-        for module in ("pipeline", "identity"):
+        for module in ("recognise", "identity"):
             monkeypatch.setattr(f"fusion_pass.{module}.patterns", lambda: patterns)
 
     return use

@@ -90,4 +90,5 @@ def test_uuid_follows_what_shapes_the_graph() -> None:
     assert len(base) == 32
     assert uuid(FusionConfig(report="r.json", log_level="debug")) == base
     assert uuid(FusionConfig(allow_reference=True)) != base
+    assert uuid(FusionConfig(on_error="raise")) != base
     assert uuid(FusionConfig(skip_fusions=("rope",))) != base

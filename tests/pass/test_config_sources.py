@@ -53,6 +53,7 @@ def test_every_setting_has_a_flag_and_switches_can_be_turned_off(monkeypatch: py
     ("settings", "sentence"),
     [
         ({"log_level": "loud"}, "log_level is 'loud'; it takes one of debug, info, warning, error."),
+        ({"on_error": "ignore"}, "on_error is 'ignore'; it takes one of warn, raise."),
         ({"fusions": "rope"}, "fusions is 'rope'; it takes a sequence of names"),
         ({"expect": -1}, "expect is -1; it takes a count"),
         ({"expect": True}, "expect is True; it takes a count"),
