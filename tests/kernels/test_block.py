@@ -200,8 +200,8 @@ def test_one_launch_ends_the_backward(name: str, parts: int, in_place: bool, mon
 @pytest.mark.parametrize("backend", ["triton", "triton+hopper", "auto"])
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_card(name: str, backend: str, device: torch.device) -> None:
-    if backend == "triton+hopper" and (CASES[name].mask or torch.cuda.get_device_capability()[0] != 9):
-        pytest.skip("the Hopper kernels run on sm_90 and take no such mask")
+    if backend == "triton+hopper":
+        hopper_or_skip()
     check(CASES[name], BF16, device, backend)
 
 
@@ -234,7 +234,7 @@ def hopper_or_skip() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.mask])
+@pytest.mark.parametrize("name", CASES)
 def test_one_launch_ends_the_backward_on_the_card(name: str, device: torch.device) -> None:
     hopper_or_skip()
     check(CASES[name], BF16, device, "triton+hopper", fixed_tables=True)
