@@ -14,6 +14,11 @@ The templates and their limits follow the vendor's published design (ops-transfo
 sections 1 and 2): a step of 512 KiB keeps the hand-over rare, a vector tile's largest buffer is 32 KiB (8 x 1024
 scores in float32), a cube tile is 128 x 128. The dealing-out and the memory account are ours. Nothing here was
 measured on a chip.
+
+What runs: `longest_first`, the order in which `flash.py` deals its blocks out. `tile_attention` and `Tiling` are a
+design: for a kernel that programs cube and vector cores apart, as the vendor's do. We have none, because
+Triton-Ascend's compiler makes those choices itself; so nothing but the tests calls them, which hold every property
+claimed here.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Each field of the template is one decimal digit, lowest first, on top of an offs
 a log line by eye and any two templates that differ in one field have different keys. The scheme and the digits of the
 enumerations are those of the vendor's operators (ops-transformer, "FA/FAG operator design", section 2.2, and
 `tiling_type.h`), so that a key of ours can be set beside one of theirs; the order of the digits is our own and is the
-order of the fields below.
+order of the fields below. No kernel of ours has a key yet (see `tiling.py`); `decode` is for whoever reads one in a
+log.
 """
 
 from __future__ import annotations
