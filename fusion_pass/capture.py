@@ -28,7 +28,9 @@ def explain(
     The call itself runs eagerly and is not changed; gradient mode, autocast and train/eval are those of the caller.
     The report holds the graphs before and after as text (`report.before`, `report.after`) and is the merged one when
     the model has graph breaks. An `ExportedProgram` is read as it stands and needs no arguments. `strict` and
-    `expect` of `config` are not enforced here: the report is the answer.
+    `expect` of `config` are not enforced here: the report is the answer. Without a `config` the environment decides.
+
+    Raises `FusionError` where `kernels`, `verify` or `on_error="raise"` of `config` ask for it.
     """
     chosen = config if config is not None else FusionConfig.load()
     if isinstance(model, torch.export.ExportedProgram):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class FusionError(RuntimeError):
-    """Something that was explicitly asked for cannot be done (`strict`, `expect`, `kernels`, `verify`)."""
+    """Something that was explicitly asked for cannot be done (`strict`, `expect`, `kernels`, `verify`), or a bug must
+    not be passed over: in a pattern with `on_error="raise"`, in a rewrite always."""
 
 
 class ConfigError(ValueError):

@@ -34,8 +34,8 @@ _registered: dict[str, Pattern] = {}
 
 
 def register(pattern: Pattern) -> Pattern:
-    """Add `pattern` for every graph this process compiles from now on. Returns it, so that it can be a decorator's
-    result.
+    """Add `pattern`, an object as `fusion_pass.patterns.base.Pattern` describes, for every graph this process compiles
+    from now on. Returns it.
 
     Raises `ConfigError` when it is no pattern or when its name is taken.
     """
