@@ -3,12 +3,12 @@ float64."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from compiling import CountingCompiler, eager
+from compiling import CountingCompiler, eager, recomputing
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -67,16 +67,16 @@ def exact_step(module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.
     return {"loss": loss.detach(), **{n: p.grad for n, p in copy.named_parameters() if p.grad is not None}}
 
 
-def backend(**settings: Any) -> FusionBackend:
+def backend(inner: Callable[..., Any] = eager, **settings: Any) -> FusionBackend:
     settings = {"fusions": NORM_AND_ROTATION, **settings}
-    return FusionBackend(FusionConfig(allow_reference=True, **settings), inner=eager)
+    return FusionBackend(FusionConfig(allow_reference=True, **settings), inner=inner)
 
 
 @pytest.mark.parametrize("name", ONE_SITE_PER_LAYER)
 def test_training_step(name: str) -> None:
     """Two layers; `test_every_model.py` has one layer of all models, and the other settings."""
     module, inputs = zoo.build(name, layers=2, dtype=torch.bfloat16)
-    compiler = backend(expect=2)
+    compiler = backend(recomputing, expect=2)
     compiled = torch.compile(module, backend=compiler, fullgraph=True)
     ours, plain, exact = step(compiled, module, inputs), step(module, module, inputs), exact_step(module, inputs)
     assert_no_worse(ours, plain, exact, torch.finfo(torch.bfloat16).eps)
@@ -106,7 +106,7 @@ def test_training_step_traced_with_symbolic_shapes(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_training_step_with_every_fusion(dynamic: bool) -> None:
     module, inputs = zoo.build("qwen3", layers=2)
-    compiler = backend(fusions=None, verify=True, expect={"qk_norm_rope": 2, "attention": 2})
+    compiler = backend(recomputing, fusions=None, verify=True, expect={"qk_norm_rope": 2, "attention": 2})
     compiled = torch.compile(module, backend=compiler, fullgraph=True, dynamic=dynamic)
     ours, plain, exact = step(compiled, module, inputs), step(module, module, inputs), exact_step(module, inputs)
     assert_no_worse(ours, plain, exact, torch.finfo(torch.float32).eps)
