@@ -15,7 +15,7 @@ from fusion_pass import demo
 def run_demo(**options: int) -> tuple[int, str]:
     out = io.StringIO()
     console = Console(file=out, width=160, force_terminal=False)
-    status = demo.run(console, inner=torch._dynamo.lookup_backend("aot_eager"), **options)
+    status = demo.run(console, inner=torch._dynamo.lookup_backend("aot_eager_default_partitioner"), **options)
     return status, out.getvalue()
 
 
