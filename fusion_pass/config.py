@@ -70,7 +70,8 @@ class FusionConfig:
     """Folder for the script that reproduces a mismatch found by `verify`."""
 
     strict: bool = False
-    """Raise `FusionError` when a place that looks like a fusion is not fused, or when a graph holds none."""
+    """Raise `FusionError` when a place that looks like a fusion is not fused, when a pattern fails, or when a graph
+    holds no place."""
 
     expect: Expectation | None = None
     """Number of fused sites every compiled graph must have: in all, or per fusion (`{"qk_norm_rope": 36}`).

@@ -14,7 +14,7 @@ from test_rewrite_toy import text
 from toy import ScaledSin
 
 import fusion_pass
-from fusion_pass import FusionConfig, FusionError, extensions, pipeline, recognise, rewrite
+from fusion_pass import FusionConfig, FusionError, extensions, pipeline, recognise, rewrite, show
 from fusion_pass.graph.site import Call, Site
 from fusion_pass.report import _warned
 
@@ -69,6 +69,9 @@ def test_explain_shows_it(only: Callable[..., None]) -> None:
     report = fusion_pass.explain(model, torch.randn(4))
     assert str(report).startswith("failed, failing: The pattern 'failing' raised IndexError")
     assert report.before == report.after
+    assert show.counts(report) == "1 failed"
+    (status,) = show.sites(report).columns[2].cells
+    assert str(status) == "failed"
 
 
 @pytest.mark.parametrize(
