@@ -13,7 +13,10 @@ import torch
 from torch import fx
 
 Form: TypeAlias = tuple[int, tuple[fx.Node, ...]]
-"""A number, equal for two nodes that differ in their inputs at most, and the inputs in order of appearance."""
+"""A number, equal for two nodes that differ in their inputs at most, and the inputs: in an order that is the same for
+all nodes with that number."""
+
+_CALLS = ("call_function", "call_method")
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 """Types of most literals, which are compared by their values. Others are the same only as one object."""
@@ -28,13 +31,18 @@ class Forms(dict[fx.Node, Form]):
 
     def __missing__(self, node: fx.Node) -> Form:
         inputs: list[fx.Node] = []
-        key: list[object] = [node.op]
-        if node.op in ("call_function", "call_method"):
-            key.append(node.target)
-        args = node.args
-        key.append(len(args))
-        _write(args, key, inputs)
-        kwargs = node.kwargs
+        op, kwargs = node.op, node.kwargs
+        args: tuple[Any, ...] = node.args
+        key: list[object] = [op, node.target if op in _CALLS else None, len(args)]
+        for argument in args:  # as `_write` does, without a call for the usual ones
+            kind = type(argument)
+            if kind is fx.Node:
+                key.append(kind)
+                inputs.append(argument)
+            elif kind in _PLAIN:
+                key += (kind, argument)
+            else:
+                _write((argument,), key, inputs)
         if kwargs:
             key.append(tuple(kwargs))
             _write(kwargs.values(), key, inputs)

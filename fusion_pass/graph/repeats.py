@@ -5,6 +5,9 @@ and downwards through what reads it. There is no wrong hit: either every node ha
 operation, literals, shape, strides, dtype, writes and order, or the places are different. Nodes that both places share
 (the rotary tables of the model) are their own counterparts and are not followed further.
 
+The first comparison that succeeds is kept as steps (`_Walk`), which the layers behind follow: they check the same, with
+no search. Where a step fails, the nodes are compared one by one again.
+
 What a node is, apart from which nodes it reads, is its form (`forms.py`), a number. The shape, strides and dtype of
 what is followed need no look: they follow from the operation, its literals and the same of its inputs, unless autocast
 changes in the graph.
@@ -34,11 +37,66 @@ _READERS = 40
 _CALLS = ("call_function", "call_method")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Place(Generic[T]):
     root: fx.Node
     readers: tuple[fx.Node, ...]
     verdict: T
+    walk: _Walk | None = None
+    """Known once another place was found to be built like this one."""
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A comparison that succeeded, as steps to repeat with the next place. All that the place shares with that other
+    one, it has to share with the next."""
+
+    line: Sequence[fx.Node]
+    """The root, its readers, then the inputs of each node in the order of `steps`."""
+    users: Sequence[int]
+    """How many users the root and its readers have."""
+    steps: Sequence[tuple[int, int]]
+    """(index in the line, number of the form) of every node that is not shared, where it is met first."""
+    shared: Sequence[tuple[int, fx.Node]]
+    """(index in the line, node) of those that are."""
+    in_order: Sequence[fx.Node]
+    """The nodes of the line in the order of the graph."""
+
+    @classmethod
+    def of(cls, starts: Sequence[fx.Node], forward: Mapping, forms: _Forms, order: dict[fx.Node, int]) -> _Walk:
+        line, seen = list(starts), set[fx.Node]()
+        steps, shared = [], []
+        for index, node in enumerate(line):  # which grows on the way
+            if node in seen:
+                continue
+            seen.add(node)
+            if forward[node] is node:
+                shared.append((index, node))
+            else:
+                kind, inputs = forms[node]
+                steps.append((index, kind))
+                line += inputs
+        users = [len(node.users) for node in starts]
+        return cls(line, users, steps, shared, sorted(seen, key=order.__getitem__))
+
+    def repeated(self, starts: Sequence[fx.Node], forms: _Forms, order: dict[fx.Node, int]) -> Mapping | None:
+        """The counterparts at the place with the root and the readers `starts`; None if any step goes elsewhere."""
+        if [len(node.users) for node in starts] != self.users:
+            return None
+        line = list(starts)
+        for index, kind in self.steps:
+            other, inputs = forms[line[index]]
+            if other != kind:
+                return None
+            line += inputs
+        for index, node in self.shared:
+            if line[index] is not node:
+                return None
+        forward = dict(zip(self.line, line, strict=True))
+        if [forward[node] for node in self.line] != line or len(set(line)) != len(forward):
+            return None  # not one counterpart for each
+        positions = [order[forward[node]] for node in self.in_order]
+        return forward if positions == sorted(positions) else None
 
 
 class _Forms(dict[fx.Node, Form]):
@@ -84,7 +142,7 @@ class Repeats(Generic[T]):
         readers = self._readers(root) if places else ()
         for place in places:
             if len(place.readers) == len(readers):
-                mapping = self._counterparts([(place.root, root), *zip(place.readers, readers, strict=True)])
+                mapping = self._compared(place, [root, *readers])
                 if mapping is not None:
                     return place.verdict, mapping
         return None
@@ -103,6 +161,19 @@ class Repeats(Generic[T]):
         if writes:
             start = self._effects.origin_of(writes[0])
         return tuple(downstream(start, _READERS, modelled))
+
+    def _compared(self, place: _Place[T], starts: Sequence[fx.Node]) -> Mapping | None:
+        """The counterpart of each node of `place`, where a root and its readers are `starts`; None if they differ."""
+        order = self._effects.order
+        if place.walk is not None:
+            mapping = place.walk.repeated(starts, self._forms, order)
+            if mapping is not None:
+                return mapping
+        own = [place.root, *place.readers]
+        mapping = self._counterparts(list(zip(own, starts, strict=True)))
+        if mapping is not None and not self._effects.any_writes:
+            place.walk = _Walk.of(own, mapping, self._forms, order)
+        return mapping
 
     def _counterparts(self, queue: list[tuple[fx.Node, fx.Node]]) -> Mapping | None:
         """For each node that matters to one place, the one in its stead at the other; None if the places differ.

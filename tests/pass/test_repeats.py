@@ -63,26 +63,39 @@ def test_the_work_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch)
     count(norm_rope, "read")  # a place evaluated on lanes
     count(attention, "_site")  # an attention with its mask proved
     count(plan, "_evaluated")  # an operator call evaluated on fake tensors
+    count(Repeats, "_counterparts")  # a layer compared; the next ones repeat the steps
     work = []
     for layers in (2, 6):
         calls.clear()
         report = pipeline.fuse(captured("qwen3", layers), FusionConfig(allow_reference=True, whole_block=False))
         assert report.counts == {"qk_norm_rope": layers, "attention": layers}
         work.append(dict(calls))
-    assert work[0] == work[1] == {"read": 3, "_site": 1, "_evaluated": 2}
+    assert work[0] == work[1] == {"read": 3, "_site": 1, "_evaluated": 2, "_counterparts": 3}
 
 
 # --- what tells two places apart --------------------------------------------------------------------------------------
 
 
 def is_repeat(first: Callable[..., torch.Tensor], second: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> bool:
-    """Whether the place that ends in the second `rsqrt` is a repeat of the one that ends in the first."""
-    # w is read first, so that the inputs of the graph come in the same order for both.
-    module = capture(lambda x, y, w: (w.sum(), first(x, w), second(y, w)), *inputs)
-    old, new = module.graph.find_nodes(op="call_function", target=torch.rsqrt)
-    repeats: Repeats[str] = Repeats(Effects(module.graph))
-    repeats.add(old, "known")
-    return repeats.lookup(new) is not None
+    """Whether the place that ends in the last `rsqrt` is a repeat of the one that ends in the first: compared on its
+    own, and behind another repeat, whose comparison is then repeated. `inputs`: x of the first, y and w of the last; w
+    of the first if it is another."""
+    x, y, last, w = (*inputs, inputs[2])[:4]
+
+    def model(x: Any, z: Any, y: Any, w: Any, last: Any) -> Any:
+        # The weights are read first, so that the inputs of the graph come in the same order for all.
+        return w.sum(), last.sum(), first(x, w), first(z, w), second(y, last)
+
+    module = capture(model, x, x.clone(), y, w, last)
+    old, repeat, new = module.graph.find_nodes(op="call_function", target=torch.rsqrt)
+    answers = []
+    for before in ([], [repeat]):
+        repeats: Repeats[str] = Repeats(Effects(module.graph))
+        repeats.add(old, "known")
+        assert all(repeats.lookup(root) is not None for root in before)
+        answers.append(repeats.lookup(new))
+    assert answers[0] == answers[1]
+    return answers[0] is not None
 
 
 def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -168,6 +181,39 @@ def test_another_layer_is_not(other: Callable[..., torch.Tensor]) -> None:
     x, y, w = torch.randn(3, 3), torch.randn(3, 3), torch.randn(3)
     assert not is_repeat(layer, other, x, y, w)
     assert not is_repeat(other, layer, x, y, w)
+
+
+def two_inputs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.rsqrt(torch.relu(x * w) + torch.relu(x + w)).transpose(0, 1) + 1
+
+
+def two_inputs_the_other_first(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    second = torch.relu(x + w)
+    return torch.rsqrt(torch.relu(x * w) + second).transpose(0, 1) + 1
+
+
+def one_input(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = torch.relu(x * w)
+    return torch.rsqrt(y + y).transpose(0, 1) + 1
+
+
+def test_nor_is_one_that_reads_one_tensor_in_the_place_of_two() -> None:
+    x, y, w = torch.randn(3, 3), torch.randn(3, 3), torch.randn(3)
+    assert is_repeat(two_inputs, two_inputs, x, y, w)
+    assert not is_repeat(two_inputs, one_input, x, y, w)
+    assert not is_repeat(one_input, two_inputs, x, y, w)
+
+
+def test_nor_is_one_that_computes_in_another_order() -> None:
+    x, y, w = torch.randn(3, 3), torch.randn(3, 3), torch.randn(3)
+    assert not is_repeat(two_inputs, two_inputs_the_other_first, x, y, w)
+
+
+def test_nor_is_one_with_another_kind_of_weight() -> None:
+    x, y, w = torch.randn(3, 3), torch.randn(3, 3), torch.randn(3)
+    assert is_repeat(layer, layer, x, y, w, w.clone())
+    for other in (w.double(), torch.randn(3, 2)[:, 0], torch.randn(1)):
+        assert not is_repeat(layer, layer, x, y, other, w)
 
 
 @pytest.mark.parametrize(
