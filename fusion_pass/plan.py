@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fusion_pass.config import FusionConfig
 from fusion_pass.errors import FusionError
 from fusion_pass.graph.repeats import facts
-from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step
+from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step, changed
 from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, written_arguments
 from fusion_pass.kernels import registry
 from fusion_pass.layout import first_layout_reader, same_layout, same_size, steps_to_layout
@@ -104,7 +104,7 @@ class Repeats:
             Result(output.node, result.index, result.steps, (*result.values[:-1], fake(output.node)))
             for output, result in zip(site.outputs, earlier.results, strict=True)
         )
-        return replace(earlier, site=site, tensors=tensors, results=results, after=after)
+        return changed(earlier, site=site, tensors=tensors, results=results, after=after)
 
     def keep(self, plan: Planned, operands: Mapping[str, Operand], options: Mapping[str, Literal]) -> None:
         """Remember `plan`, unless it depends on who reads its results (see `layout.py`) and not on its signature
@@ -134,11 +134,7 @@ def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Nod
 
     Raises `FusionError` when `config.kernels` names kernels and none of them can serve the site.
     """
-    operands = {
-        name: _direct(Operand(_current(operand.node, renamed), operand.steps))
-        for name, operand in site.call.tensors.items()
-        if operand
-    }
+    operands = {name: _direct(_current(operand, renamed)) for name, operand in site.call.tensors.items() if operand}
     for node in (*(operand.node for operand in operands.values()), *(output.node for output in site.outputs)):
         if node._erased:
             raise Unplannable(f"{node.name!r}, which the call needs, became part of another fusion.")
@@ -190,10 +186,13 @@ def _takes(target: torch._ops.OpOverload, argument: str) -> bool:
     return any(a.name == argument for a in target._schema.arguments)
 
 
-def _current(node: fx.Node, renamed: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _current(operand: Operand, renamed: Mapping[fx.Node, fx.Node]) -> Operand:
+    node = operand.node
+    if node not in renamed:
+        return operand
     while node in renamed:
         node = renamed[node]
-    return node
+    return Operand(node, operand.steps)
 
 
 def _direct(operand: Operand) -> Operand:
@@ -231,12 +230,13 @@ def _permutation(method: str, args: Sequence[object], rank: int) -> list[int] | 
 def _check_single_reader(site: Site) -> None:
     """A value that the fused call does not produce must have no reader outside the site."""
     replaced = {output.node for output in site.outputs}
+    inside = site.region | replaced
     for node in site.region - replaced:
-        for user in node.users:
-            if user not in site.region and user not in replaced:
-                raise Unplannable(
-                    f"{node.name!r} is computed inside the site and also read outside it, by {user.name!r}."
-                )
+        if not inside.issuperset(node.users):
+            reader = next(user for user in node.users if user not in inside)
+            raise Unplannable(
+                f"{node.name!r} is computed inside the site and also read outside it, by {reader.name!r}."
+            )
 
 
 def _insertion_point(site: Site, operands: list[fx.Node]) -> fx.Node:

@@ -68,9 +68,10 @@ class _Editor:
     def place(self, op: str, target: Any, value: Any) -> fx.Node:
         """A node whose arguments the caller sets: given to `create_node` they are walked in search of symbolic sizes,
         which costs more than all the rest and which steps and options never hold."""
-        node = self.graph.create_node(op, target)
-        node.meta.update(self.meta)
-        node.meta[self.key] = value
+        node = self.graph.create_node(op, target, name=target if isinstance(target, str) else target.__name__)
+        meta = node.meta
+        meta.update(self.meta)
+        meta[self.key] = value
         return node
 
     def operand(self, moved: Moved) -> fx.Node:
@@ -115,9 +116,9 @@ def _erase_dead(nodes: Iterable[fx.Node]) -> None:
     `Graph.eliminate_dead_code` is not an option: it takes an in-place method call of a Dynamo graph for pure.
     """
     region = set(nodes)
-    queue = sorted(region, reverse=True)
-    for node in queue:  # grows on the way
-        if node.users or node._erased or (node not in region and (node.is_impure() or written_arguments(node))):
+    queue = [node for node in region if not node.users]
+    for node in queue:  # grows on the way: what is read by others is looked at when the last of them is gone
+        if node._erased or (node not in region and (node.is_impure() or written_arguments(node))):
             continue
         inputs = node.all_input_nodes
         node.graph.erase_node(node)

@@ -7,14 +7,12 @@ memory: only calls behind the last write of the graph repeat.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.repeats import Mapping, Repeats
-from fusion_pass.graph.site import Call, Operand, Output, Site
+from fusion_pass.graph.site import Call, Operand, Output, Site, changed
 from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake, fake_tensor, layer_of, operation
 
 SDPA = "scaled_dot_product_attention"
@@ -81,7 +79,7 @@ def _moved(site: Site, to: Mapping, call: fx.Node) -> Site:
     def operand(o: Operand | None) -> Operand | None:
         return None if o is None else Operand(to.get(o.node, o.node), o.steps)
 
-    return replace(
+    return changed(
         site,
         layer=layer_of(call),
         call=Call(

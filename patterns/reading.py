@@ -6,7 +6,7 @@ x ──(casts)── norm? ── rotation ── norm? ── end          at 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.evaluate import Evaluator
 from fusion_pass.graph.lanes import Opaque, product
 from fusion_pass.graph.region import between, downstream, frontier, inputs, modelled, upstream
-from fusion_pass.graph.site import Operand
+from fusion_pass.graph.site import Operand, changed
 from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, Size, fake_tensor, operation, sizes, written_arguments
 
 from . import mrope, tables
@@ -81,14 +81,14 @@ def transferred(reading: Reading, to: Mapping[fx.Node, fx.Node]) -> Reading:
     norm = reading.norm
     if norm is not None:
         eps = node(norm.eps) if isinstance(norm.eps, fx.Node) else norm.eps
-        norm = replace(
+        norm = changed(
             norm, start=node(norm.start), end=node(norm.end), eps=eps, weight=moved(norm.weight), bias=moved(norm.bias)
         )
     x, cos, sin = moved(reading.x), moved(reading.cos), moved(reading.sin)
     assert x is not None
     assert cos is not None
     assert sin is not None
-    return replace(
+    return changed(
         reading,
         root=node(reading.root),
         end=node(reading.end),
@@ -111,7 +111,7 @@ def roots(effects: Effects, taken: Container[fx.Node]) -> Iterator[fx.Node]:
     for node in sorted(sums | writers, key=effects.order.__getitem__, reverse=True):
         if node in taken:
             continue
-        if (node in sums and _is_features(fake_tensor(node)) and _mixes(node)) or (
+        if (node in sums and _is_features(fake_tensor(node)) and _adds(node) and _mixes(node)) or (
             node in writers and _ends_filling(node, effects)
         ):
             yield node
@@ -119,6 +119,11 @@ def roots(effects: Effects, taken: Container[fx.Node]) -> Iterator[fx.Node]:
 
 def _is_features(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.dim() >= 3 and tensor.is_floating_point()
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether this is not just a number added, as the eps of every norm is."""
+    return len(node.all_input_nodes) > 1 or operation(node) not in ("add", "sub")
 
 
 def _mixes(node: fx.Node) -> bool:

@@ -12,12 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import fx
 
 Literal: TypeAlias = "bool | int | float | str | torch.dtype | list[int] | None"
+
+
+R = TypeVar("R")
+
+
+def changed(record: R, **fields: object) -> R:
+    """`dataclasses.replace` for the frozen records of this package: what they hold is copied, not set field by field.
+    It is called for each site of each layer."""
+    assert fields.keys() <= vars(record).keys(), fields
+    copy = object.__new__(type(record))
+    vars(copy).update(vars(record), **fields)
+    return copy
 
 
 @dataclass(frozen=True)
