@@ -7,6 +7,7 @@ give an `Entry`: a look-up in a tensor whose contents are data. That is always r
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from .index_operations import INTEGERS, OPERATORS, Run, cast_to, tensor_of
 from .index_terms import Element, Entry, Number, Unknown, Unreadable
 
 _MAX_DEPTH = 200
+
+_signature = lru_cache(maxsize=1024)(inspect.signature)
 
 
 class IndexReader:
@@ -75,7 +78,7 @@ class IndexReader:
         if operator is None:
             raise Unreadable(f"{name} is not modelled")
         try:
-            bound = inspect.signature(operator).bind(self, node, *node.args, **node.kwargs)
+            bound = _signature(operator).bind(self, node, *node.args, **node.kwargs)
         except TypeError as error:
             raise Unreadable(str(error)) from None
         return _finished(node, operator(*bound.args, **bound.kwargs))

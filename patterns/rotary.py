@@ -28,7 +28,7 @@ MAX_HEAD_DIM = 512
 
 def equal(a: Array, b: Array) -> bool:
     """Whether two arrays are the same numbers up to float64 rounding."""
-    return a.shape == b.shape and bool(np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE))
+    return a.shape == b.shape and bool((abs(a - b) <= TOLERANCE * (1 + abs(b))).all())
 
 
 def rotation_between(root: Evaluator, start: fx.Node, end: fx.Node) -> Rotation | None:

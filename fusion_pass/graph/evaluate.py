@@ -34,10 +34,10 @@ class Escaped(Exception):
 class Evaluator:
     """Values of the nodes of one graph."""
 
-    def __init__(self, effects: Effects) -> None:
+    def __init__(self, effects: Effects, generator: np.random.Generator | None = None) -> None:
         self.effects = effects
         self._memo: dict[tuple[fx.Node, fx.Node | None], Any] = {}
-        self._generator = np.random.default_rng(_SEED)
+        self._generator = generator or np.random.default_rng(_SEED)
         self._draws: dict[Hashable, Array] = {}
         self._sources: dict[Hashable, Value] = {}
         self._promoted: dict[Hashable, set[int]] = {}
@@ -268,11 +268,10 @@ class Study(Evaluator):
     """The response of a graph to one tensor. Everything that does not depend on it comes from the root evaluator."""
 
     def __init__(self, root: Evaluator, node: fx.Node, draws: Callable[[Array], Array], outer: bool) -> None:
-        super().__init__(root.effects)
+        super().__init__(root.effects, root._generator)
         self._root = root
         self._seals = False
-        self._generator, self._draws = root._generator, root._draws
-        self._promoted, self.scalars = root._promoted, root.scalars
+        self._draws, self._promoted, self.scalars = root._draws, root._promoted, root.scalars
         self.node = node
         self.start = root.effects.order[node]
         self._dependent: dict[tuple[fx.Node, fx.Node | None], bool] = {}

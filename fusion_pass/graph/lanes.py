@@ -154,12 +154,14 @@ def elementwise(function: Callable[..., Array], *values: Value) -> Value:
     """`function` of broadcast values."""
     rank = max(v.rank for v in values)
     values = tuple(broadcast(v, rank) for v in values)
-    for axis in range(rank):
-        if any(v.lanes(axis) for v in values) and any(v.outer(axis) for v in values):
-            try:
-                promote([v for v in values if v.outer(axis)], axis)
-            except Opaque as reason:
-                raise Mixed(str(reason)) from None
+    lanes = {axis for v in values for axis, n in enumerate(v.data.shape[2:]) if n > 1}
+    outer = {axis for v in values for paths in v.axes.values() for axis, path in enumerate(paths) if path is not None}
+    if mixed := lanes & outer:
+        axis = min(mixed)
+        try:
+            promote([v for v in values if v.outer(axis)], axis)
+        except Opaque as reason:
+            raise Mixed(str(reason)) from None
     data = function(*(v.data for v in values))
     if not np.isfinite(data.sum()):
         raise Opaque("not finite on random lanes")
@@ -169,6 +171,8 @@ def elementwise(function: Callable[..., Array], *values: Value) -> Value:
 
 
 def _broadcast_shape(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
+    if all(shape == shapes[0] for shape in shapes):
+        return shapes[0]
     return tuple(next((s for s in column if s != 1), 1) for column in zip(*shapes, strict=True))
 
 
