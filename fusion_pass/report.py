@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from fusion_pass.plan import Planned
 log = logging.getLogger("fusion_pass")
 
 FUSED, SKIPPED, FAILED = "fused", "skipped", "failed"
+
+_PLAIN = (bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def _failures(report: Report) -> list[str]:
 
 def _json_ready(options: Mapping[str, Any]) -> dict[str, Any]:
     def plain(value: Any) -> Any:
-        if value is None or isinstance(value, bool | int | float | str):
+        if value is None or isinstance(value, _PLAIN):
             return value
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
@@ -170,7 +173,12 @@ def _json_ready(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensor_text(value: torch.Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+    return f"{_name(value.dtype)}{list(value.shape)}"
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_expectations(report: Report, config: FusionConfig) -> None:

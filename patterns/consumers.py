@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import fx
 
@@ -52,10 +53,19 @@ def _place(attention: fx.Node, values: Container[fx.Node]) -> str:
 
 def attends(node: fx.Node) -> bool:
     """Whether `node` multiplies queries with keys, or may do so."""
-    return operation(node) in ("matmul", "baddbmm", "einsum") or fused(node)
+    return _attends(operation(node))
 
 
 def fused(node: fx.Node) -> bool:
     """Whether `node` is a whole attention."""
-    name = operation(node)
+    return _is_fused(operation(node))
+
+
+@lru_cache(maxsize=8192)
+def _attends(name: str) -> bool:
+    return name in ("matmul", "baddbmm", "einsum") or _is_fused(name)
+
+
+@lru_cache(maxsize=8192)
+def _is_fused(name: str) -> bool:
     return name in _FUSED or "attention" in name or "attn" in name

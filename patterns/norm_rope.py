@@ -185,10 +185,11 @@ def _checked(
 
 def _check_private(region: frozenset[fx.Node], ends: Sequence[fx.Node]) -> None:
     """A second reader would keep the work alive that the call is to replace."""
-    for node in sorted(region - set(ends)):
-        for user in node.users:
-            if user not in region:
-                raise Refused(f"{node.name!r} is computed inside the site and also read outside it, by {user.name!r}.")
+    shared = [node for node in region if not region.issuperset(node.users) and node not in ends]
+    if shared:
+        node = min(shared)
+        user = next(user for user in node.users if user not in region)
+        raise Refused(f"{node.name!r} is computed inside the site and also read outside it, by {user.name!r}.")
 
 
 def _check_memory(effects: Effects, call: Call, region: frozenset[fx.Node], anchor: fx.Node) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from torch import fx
 
@@ -64,10 +65,11 @@ def unrotated(effects: Effects, places: Sequence[Site | Refusal]) -> list[Site |
 
 
 def _norms(effects: Effects, inside: Collection[fx.Node]) -> Iterator[_Norm]:
+    followed = lru_cache(maxsize=None)(_followed)
     for node in effects.doing(_NORMS):
         if node not in inside:
-            found = downstream(node, 64, lambda n: _followed(n) and n not in inside)
-            yield _Norm(node, frozenset(filter(_followed, found)), tuple(filter(_of_heads, uses(node, found))))
+            found = downstream(node, 64, lambda n: followed(n) and n not in inside)
+            yield _Norm(node, frozenset(filter(followed, found)), tuple(filter(_of_heads, uses(node, found))))
 
 
 def _followed(node: fx.Node) -> bool:

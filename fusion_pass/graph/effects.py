@@ -45,7 +45,7 @@ class Effects:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.order: dict[fx.Node, int] = {}
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
         self._storage: dict[fx.Node, int | None] = {}
         self._writes: dict[int, list[fx.Node]] = {}
         self._writes_at: dict[int, list[int]] = {}
@@ -54,11 +54,11 @@ class Effects:
         """How each node is written."""
         self.writers: list[fx.Node] = []
         """Nodes that may write to memory, in order."""
-        for position, node in enumerate(graph.nodes):
-            self.order[node] = position
+        for node, position in self.order.items():
             written = written_arguments(node)
-            if written:
-                self.writers.append(node)
+            if not written:
+                continue
+            self.writers.append(node)
             for target in written:
                 key = self.storage(target)
                 if key is not None and (not self._writes.get(key) or self._writes[key][-1] is not node):

@@ -296,6 +296,7 @@ def layer_of(node: fx.Node) -> str:
     return _clean(path)
 
 
+@lru_cache(maxsize=8192)
 def _clean(path: str) -> str:
     """`L['self'].__dict__['_modules']['blocks'].0.attn` is `blocks.0.attn`; `L['model'].attn` is `model.attn`."""
     path = re.sub(r"^(?:L\['self'\]|L__self___|L\['fn'\]|L\['args'\]\[0\])", "", path)
