@@ -178,7 +178,7 @@ def unfinished_reference(parts: int, in_place: bool) -> Any:
     ("name", "parts", "in_place"),
     [
         *((name, parts, parts == 1) for name in ("qwen3", "qwen3_packed", "grouped", "gemma3") for parts in (1, 3)),
-        *((name, 1, True) for name in ("gemma2_packed", "qwen3_vl", "gpt_oss")),
+        *((name, 1, True) for name in ("gemma2_packed", "qwen3_vl", "gpt_oss", "mask_of_data")),
         ("qwen3_packed", 1, False),
     ],
 )
