@@ -7,6 +7,7 @@ study = root.study(node, draws)   the same, but `node` has the given lanes: what
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -275,13 +276,24 @@ class Study(Evaluator):
         self.node = node
         self.start = root.effects.order[node]
         self._dependent: dict[tuple[fx.Node, fx.Node | None], bool] = {}
-        tensor = fake_tensor(node)
-        if tensor is None:
+        self._drawn = draws
+        self._outer = outer
+        if fake_tensor(node) is None:
             raise Opaque("only a tensor can be studied")
-        shape = sizes(tensor)
-        promotable = set() if outer else {k for k, n in enumerate(shape) if isinstance(n, int) and n <= _PROMOTABLE}
-        self.studied = self._make_source(("studied", node, outer), shape, True, promotable, draws=draws)
-        (self.source,) = self.studied.axes
+
+    @cached_property
+    def studied(self) -> Value:
+        """The studied tensor. Many a study only asks what depends on it, which takes no numbers."""
+        shape = operations.shape_of(self.node)
+        short = {k for k, n in enumerate(shape) if isinstance(n, int) and n <= _PROMOTABLE}
+        promotable = set() if self._outer else short
+        return self._make_source(("studied", self.node, self._outer), shape, True, promotable, draws=self._drawn)
+
+    @cached_property
+    def source(self) -> Source:
+        """The one source of the studied tensor."""
+        (source,) = self.studied.axes
+        return source
 
     def depends(self, node: fx.Node, write: fx.Node | None = None) -> bool:
         """Whether `node` (after `write`) depends on the studied tensor."""
