@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 Form: TypeAlias = tuple[int, tuple[fx.Node, ...]]
-"""A number, equal for two nodes that differ in their inputs at most, and the inputs: in an order that is the same for
-all nodes with that number."""
+"""A number, equal for two nodes that differ in their inputs at most, and the inputs in order of appearance."""
 
 _CALLS = ("call_function", "call_method")
 
