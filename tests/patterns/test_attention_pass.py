@@ -25,10 +25,10 @@ class Compiled:
         self.graphs: list[fx.GraphModule] = []
 
         def inner(module: fx.GraphModule, inputs: Any) -> Any:
-            from torch._dynamo.backends.debugging import aot_eager
+            from torch._dynamo.backends.debugging import aot_eager_default_partitioner
 
             self.graphs.append(module)
-            return aot_eager(module, inputs)
+            return aot_eager_default_partitioner(module, inputs)
 
         self.backend = FusionBackend(FusionConfig(allow_reference=True, **settings), inner=inner)
         self.model = torch.compile(model, backend=self.backend, fullgraph=True, dynamic=dynamic)
