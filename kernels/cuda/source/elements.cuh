@@ -25,36 +25,48 @@ constexpr unsigned NAN_BITS = 0xffffffffu;
 #endif
 
 // BYTES bytes at `address` become elements [i, i + BYTES / sizeof(T)) of `v`; `fill` where not active.
+#define LOAD_PART(INSTRUCTION, POLICY, HINT)                                                                          \
+  const int word = i * int(sizeof(T)) / 4;                                                                            \
+  if constexpr (BYTES == 16) {                                                                                        \
+    asm volatile(                                                                                                     \
+        "{" POLICY ".reg .pred p; setp.ne.b32 p, %5, 0;\n\t"                                                          \
+        "mov.b32 %0, %6; mov.b32 %1, %6; mov.b32 %2, %6; mov.b32 %3, %6;\n\t"                                         \
+        "@p " INSTRUCTION ".v4.u32 {%0, %1, %2, %3}, [%4]" HINT ";}"                                                  \
+        : "=&r"(v.words[word]), "=&r"(v.words[word + 1]), "=&r"(v.words[word + 2]), "=&r"(v.words[word + 3])          \
+        : "l"(address), "r"(int(active)), "r"(fill) : "memory");                                                      \
+  } else if constexpr (BYTES == 8) {                                                                                  \
+    asm volatile(                                                                                                     \
+        "{" POLICY ".reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, %4; mov.b32 %1, %4;\n\t"                          \
+        "@p " INSTRUCTION ".v2.u32 {%0, %1}, [%2]" HINT ";}"                                                          \
+        : "=&r"(v.words[word]), "=&r"(v.words[word + 1]) : "l"(address), "r"(int(active)), "r"(fill) : "memory");     \
+  } else if constexpr (BYTES == 4) {                                                                                  \
+    asm volatile(                                                                                                     \
+        "{" POLICY ".reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, %3;\n\t"                                          \
+        "@p " INSTRUCTION ".u32 %0, [%1]" HINT ";}"                                                                   \
+        : "=&r"(v.words[word]) : "l"(address), "r"(int(active)), "r"(fill) : "memory");                               \
+  } else {                                                                                                            \
+    static_assert(BYTES == 2, "an access is 16, 8, 4 or 2 bytes wide");                                               \
+    unsigned short half;                                                                                              \
+    asm volatile(                                                                                                     \
+        "{" POLICY ".reg .pred p; setp.ne.b32 p, %2, 0; mov.b16 %0, %3;\n\t"                                          \
+        "@p " INSTRUCTION ".u16 %0, [%1]" HINT ";}"                                                                   \
+        : "=&h"(half) : "l"(address), "r"(int(active)), "h"((unsigned short)(fill)) : "memory");                      \
+    /* The low half of a word is written first and clears the high one. */                                            \
+    v.words[word] = i % 2 ? v.words[word] | unsigned(half) << 16 : unsigned(half);                                    \
+  }
+
 template <int BYTES, class T, int N>
 __device__ __forceinline__ void load_part(Vector<T, N>& v, int i, const char* address, bool active, unsigned fill) {
-  const int word = i * int(sizeof(T)) / 4;
-  if constexpr (BYTES == 16) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, %6; mov.b32 %1, %6; mov.b32 %2, %6; mov.b32 %3, %6;\n\t"
-        "@p " LOAD ".v4.u32 {%0, %1, %2, %3}, [%4];}"
-        : "=&r"(v.words[word]), "=&r"(v.words[word + 1]), "=&r"(v.words[word + 2]), "=&r"(v.words[word + 3])
-        : "l"(address), "r"(int(active)), "r"(fill) : "memory");
-  } else if constexpr (BYTES == 8) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, %4; mov.b32 %1, %4;\n\t"
-        "@p " LOAD ".v2.u32 {%0, %1}, [%2];}"
-        : "=&r"(v.words[word]), "=&r"(v.words[word + 1]) : "l"(address), "r"(int(active)), "r"(fill) : "memory");
-  } else if constexpr (BYTES == 4) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, %3;\n\t"
-        "@p " LOAD ".u32 %0, [%1];}"
-        : "=&r"(v.words[word]) : "l"(address), "r"(int(active)), "r"(fill) : "memory");
-  } else {
-    static_assert(BYTES == 2, "an access is 16, 8, 4 or 2 bytes wide");
-    unsigned short half;
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b16 %0, %3;\n\t"
-        "@p " LOAD ".u16 %0, [%1];}"
-        : "=&h"(half) : "l"(address), "r"(int(active)), "h"((unsigned short)(fill)) : "memory");
-    // The low half of a word is written first and clears the high one.
-    v.words[word] = i % 2 ? v.words[word] | unsigned(half) << 16 : unsigned(half);
-  }
+  LOAD_PART(LOAD, "", "")
 }
+
+// The same for what other blocks will read again: it stays in the L2 while what is read once passes through.
+template <int BYTES, class T, int N>
+__device__ __forceinline__ void load_kept(Vector<T, N>& v, int i, const char* address, bool active, unsigned fill) {
+  LOAD_PART(LOAD ".L1::evict_last.L2::cache_hint",
+            ".reg .b64 kept; createpolicy.fractional.L2::evict_last.b64 kept, 1.0;\n\t", ", kept")
+}
+#undef LOAD_PART
 
 template <int BYTES, class T, int N>
 __device__ __forceinline__ Vector<T, N> load(const char* address, bool active) {

@@ -123,8 +123,8 @@ struct RotationRaw {
     const long long offset = rows.offset_of(row) + entry * (TABLE_LANE_STRIDE * int(sizeof(Table)));
     const bool inside = rows.inside_of(row);
     const unsigned fill = inside ? 0 : NAN_BITS;
-    load_part<TABLE_BYTES>(c, i, tables.cos + offset, needed && inside, fill);
-    load_part<TABLE_BYTES>(s, i, tables.sin + offset, needed && inside, fill);
+    load_kept<TABLE_BYTES>(c, i, tables.cos + offset, needed && inside, fill);
+    load_kept<TABLE_BYTES>(s, i, tables.sin + offset, needed && inside, fill);
   }
 };
 
