@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -30,7 +30,7 @@ from .instance import (
 from .launch import Arguments, Launch
 from .parameters import KINDS, ParameterGradient, Parameters
 from .site import Site
-from .tiles import TABLE_GRADIENT_WARPS, backward_tile, forward_tile
+from .tiles import TABLE_GRADIENT_WARPS, Tile, backward_tile, deferred_tokens, forward_tile
 
 COUNTS_POSITIONS = True
 WRITES_IN_PLACE = True
@@ -66,7 +66,7 @@ def backward(
     needs_tables: bool = False,
 ) -> Gradients:
     """See `streams.Backend`."""
-    prepared = BackwardWork(streams, tables, options, copy, needs_tables, _multiprocessors(streams[0].grad.device))
+    prepared = BackwardWork(streams, tables, options, copy, needs_tables, *_device_facts(streams[0].grad.device))
     for work in prepared.works:
         _launch(work)
     return prepared.gradients()
@@ -120,7 +120,10 @@ def forward_work(streams: Sequence[Stream], tables: Tables | None, options: Opti
 
 
 class BackwardWork:
-    """The launches that fill `dx` of every stream and `copy.out`, and the gradients that they leave."""
+    """The launches that fill `dx` of every stream and `copy.out`, and the gradients that they leave.
+
+    `overlaps`: a second launch begins while the first still ends.
+    """
 
     def __init__(
         self,
@@ -130,6 +133,7 @@ class BackwardWork:
         copy: Copy | None,
         needs_tables: bool,
         multiprocessors: int,
+        overlaps: bool,
     ) -> None:
         _check(options, streams[0].grad.shape[3])
         self._streams, self._options, self._copy = streams, options, copy
@@ -157,7 +161,7 @@ class BackwardWork:
         self._dsin: Tensor | None = None
         self._kinds = [kind for kind in KINDS if any(getattr(s, f"needs_{kind}") for s in streams)]
         if self._filled or self._kinds or copy is not None:
-            self._add_main(multiprocessors)
+            self._add_main(multiprocessors, overlaps)
         if needs_tables:
             self._add_table_gradient()
 
@@ -193,7 +197,7 @@ class BackwardWork:
             "PARAM_BYTES": self._parameters.access(pairs),
         }
 
-    def _add_main(self, multiprocessors: int) -> None:
+    def _add_main(self, multiprocessors: int, overlaps: bool) -> None:
         site, streams, copy = self._site, self._streams, self._copy
         constants = {
             **self._constants(),
@@ -206,8 +210,10 @@ class BackwardWork:
             constants["V_HEADS"], copy = 0, None
         accesses = self._accesses()
         tile = backward_tile(constants, accesses, self._acc.itemsize)
+        constants["DEFERS"] = overlaps and self._may_defer(tile)
+        deferred = deferred_tokens(site.tokens, self._dx_bytes()) if constants["DEFERS"] else 0
         instance = Instance("backward", self._types, {**constants, **tile_constants(tile)}, accesses)
-        groups = -(-(site.heads[0] + site.heads[1]) // heads_per_warp(self._slots))
+        self._groups = groups = -(-(site.heads[0] + site.heads[1]) // heads_per_warp(self._slots))
         # Every slice of the tokens is walked by all groups of heads: whole rounds of groups fill whole blocks.
         round_ = groups // math.gcd(groups, tile.warps)
         needed = -(-site.tokens * groups // tile.warps)
@@ -231,14 +237,23 @@ class BackwardWork:
             *(*_padded([s.dx for s in streams], 2), filled),
         ):
             site.write_heads(arguments, tensor)
-        self._write_rest(arguments, [partial], blocks)
+        self._write_rest(arguments, [partial], blocks, site.tokens - deferred)
         grid = blocks + (0 if copy is None else _moving_blocks(site, self._slots, tile.warps))
         self._add(instance, grid, 32 * tile.warps, arguments)
         if partial is not None:
-            self._add_sums(partial, accesses)
+            self._add_sums(partial, instance, deferred)
 
-    def _add_sums(self, partial: Tensor, accesses: Mapping[str, Access]) -> None:
-        """The rows of `partial`, added up; and `copy`, if there is one."""
+    def _may_defer(self, tile: Tile) -> bool:
+        """dx of some tokens may be left to the launch that adds up the sums: that has blocks like these, and no v."""
+        filled = len(self._filled) == len(self._streams)
+        return bool(self._kinds) and self._copy is None and filled and 32 * tile.warps == _SUM_THREADS
+
+    def _dx_bytes(self) -> int:
+        """Of one token."""
+        return sum(self._site.heads[:2]) * self._site.head_dim * self._filled[0].element_size()
+
+    def _add_sums(self, partial: Tensor, main: Instance, deferred: int) -> None:
+        """The rows of `partial`, added up; and `copy`, if there is one, or the dx of the last `deferred` tokens."""
         arguments = Arguments()
         arguments.address(partial)
         ends: list[int] = []
@@ -260,14 +275,21 @@ class BackwardWork:
         constants: dict[str, Constant] = {"IN_PLACE": True}
         instance = Instance("reduce", {"Acc": ELEMENTS[self._acc], **self._parameters.types()}, constants)
         blocks = partial.shape[1] // _SUM_COLUMNS
+        site, warps = self._site, _SUM_THREADS // 32
         if self._copy is not None:
-            self._site.write_heads(arguments, self._copy.x)
-            self._site.write_heads(arguments, self._copy.out)
-            self._site.write_size(arguments)
-            warps = _SUM_THREADS // 32
+            site.write_heads(arguments, self._copy.x)
+            site.write_heads(arguments, self._copy.out)
+            site.write_size(arguments)
             constants |= {**self._constants(), "WARPS": warps}
-            instance = Instance("reduce_and_move", self._types, constants, accesses)
-            blocks += _moving_blocks(self._site, self._slots, warps)
+            instance = Instance("reduce_and_move", self._types, constants, main.accesses)
+            blocks += _moving_blocks(site, self._slots, warps)
+        elif deferred:
+            for tensors in (self._grads, [s.x for s in self._streams], [s.dx for s in self._streams]):
+                for tensor in _padded(tensors, 2):
+                    site.write_heads(arguments, tensor)
+            self._write_rest(arguments, (), site.tokens - deferred)
+            instance = Instance("reduce_and_finish", self._types, {**main.constants, **constants}, main.accesses)
+            blocks += -(-deferred * self._groups // warps)
         self._add(instance, blocks, _SUM_THREADS, arguments, overlaps=True)
 
     def _add_table_gradient(self) -> None:
@@ -324,5 +346,7 @@ def _launch(work: Work) -> None:
 
 
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _device_facts(device: torch.device) -> tuple[int, bool]:
+    """Multiprocessors, and whether a launch may begin while the one before it ends (programmatic dependent launch)."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major >= 9

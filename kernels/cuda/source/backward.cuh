@@ -7,13 +7,12 @@
 // over the tokens, so the sums of dw and db stay in its registers; at the end a block adds its warps' sums in a fixed order
 // and writes one row of `partial`, which sums.cuh adds up. The grid decides the order, and is the same from run to run: so
 // are the bits. v's share of the gradient is only moved: beside the sums where there are some (reduce_and_move.cuh), else
-// by blocks of this launch.
+// by blocks of this launch. Without v the last tokens' dx may be written beside the sums (reduce_and_finish.cuh).
 //
 // Traffic, with E the bytes of an element: 3 E (Hq + Hk) D + 2 E Hv D + 2 T bytes a token, T the bytes of its cos
 // (2 E (Hq + Hk) D where there is no norm: x is not read).
 #pragma once
-#include "norm.cuh"
-#include "streams.cuh"
+#include "backward_step.cuh"
 
 struct BackwardArguments {
   Heads q_grad, k_grad, v_grad, q, k, dq, dk, dv;
@@ -21,40 +20,18 @@ struct BackwardArguments {
   Tables tables;
   Acc* partial;  // [blocks, PITCH]; with one row a head in the parameters [slices, PITCH]
   long long blocks;  // of the heads; those after them move v
+  long long stored;  // DEFERS: dx of this token and of later ones is left to reduce_and_finish.cuh
   long long tokens, sequence;
   double eps;
 };
 static_assert(sizeof(BackwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
-constexpr int GROUPS = (HEADS + HEADS_PER_WARP - 1) / HEADS_PER_WARP;
 constexpr int SUMS = int(NEEDS_WEIGHT) + int(NEEDS_BIAS);
 // Columns of a row of `partial`: q_weight, q_bias, k_weight, k_bias, those that are needed.
 constexpr int Q_COLUMNS = PER_HEAD ? Q_HEADS * HEAD_DIM : HEAD_DIM;
 constexpr int K_COLUMNS = K_HEADS == 0 ? 0 : PER_HEAD ? K_HEADS * HEAD_DIM : HEAD_DIM;
 constexpr int COLUMNS = SUMS * (Q_COLUMNS + K_COLUMNS);
 constexpr int PITCH = (COLUMNS + 7) / 8 * 8;  // of a row, which sums.cuh reads 16 bytes at a time
-
-__device__ __forceinline__ void accumulate(Tile& sum, const Tile& x, const Tile& y) {
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      sum.a[c][i] += x.a[c][i] * y.a[c][i];
-      sum.b[c][i] += x.b[c][i] * y.b[c][i];
-    }
-  }
-}
-
-__device__ __forceinline__ void accumulate(Tile& sum, const Tile& x) {
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      sum.a[c][i] += x.a[c][i];
-      sum.b[c][i] += x.b[c][i];
-    }
-  }
-}
 
 // Where a lane of the parameters' order lies: the i-th pair of a slot, its first or second member.
 struct Holder {
@@ -168,28 +145,7 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
   Tile dweight{}, dbias{};
 
   for (unsigned flat = slice; flat < args.tokens; flat += slices) {
-    const Token token = token_at(flat, args.sequence);
-    RotationRaw tables;
-    if (TABLES_FIRST) tables.load(args.tables, token, lane);
-    Raw<In> x;
-    if (HAS_X) x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
-    const char* const gradient = head.at(args.q_grad, args.k_grad, token);
-    const Raw<Grad> raw = load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists);
-    if (!TABLES_FIRST) tables.load(args.tables, token, lane);
-
-    const Rotation rotation(tables, lane);
-    Tile g = unpack(WRITE, raw, lane);
-    if (ROTATES && NORM_FIRST) rotation.apply_transposed(g, lane);
-    if (NORMALISES) {
-      Tile xhat = unpack(READ, x, lane);
-      if (ROTATES && !NORM_FIRST) rotation.apply(xhat, lane);
-      const Acc r = standardise(xhat, args.eps, lane);
-      if (NEEDS_WEIGHT) accumulate(dweight, g, xhat);
-      if (NEEDS_BIAS) accumulate(dbias, g);
-      norm_backward(g, xhat, r, weight, lane);
-    }
-    if (ROTATES && !NORM_FIRST) rotation.apply_transposed(g, lane);
-    store_head<DX_BYTES>(READ, head.at(args.dq, args.dk, token), lane, pack_tile<In>(READ, g, lane), stores);
+    backward_step<true>(args, flat, head, lane, weight, stores && (!DEFERS || flat < args.stored), dweight, dbias);
   }
 
   if (SUMS > 0 && PER_HEAD) {

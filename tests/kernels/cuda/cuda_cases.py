@@ -17,6 +17,7 @@ from fusion_pass.kernels.replay import Work
 BF16, HALF, DOUBLE = torch.bfloat16, torch.float16, torch.float64
 INTERLEAVED = {"mrope_layout": "interleaved", "mrope_section": [24, 20, 20]}
 
+BESIDE_THE_SUMS = Case("dx of the last tokens beside the sums", 32, 8, 128, 1, 1024, BF16)
 # What the shared cases leave out: vectors of every width, and every kind of number of threads a head.
 MORE = [
     Case("bf16, vectors of 8, adjacent", head_dim=64, dtype=BF16, options={"pairing": "adjacent"}, packing="blocked"),
@@ -36,6 +37,7 @@ MORE = [
     Case("one token a sample", 4, 2, 64, 7, 1, BF16, packing="blocked", positions="per sample"),
     Case("conjugate, positions", 4, 2, 64, 2, 5, HALF, positions="shared", options={"norm": "none", "conjugate": True}),
     Case("grouped, row a head", 4, 2, 64, 2, 300, BF16, per_head=True, affine="wb", packing="grouped"),
+    BESIDE_THE_SUMS,
     *(Case(f"head_dim {d}, bf16", 4, 1, d, 2, 9, BF16, packing="blocked") for d in (32, 48, 64, 80, 96, 112, 192, 256)),
 ]  # fmt: skip
 
@@ -50,8 +52,9 @@ CUDA_CASES = [case for case in (*CASES, *MORE, *LARGE) if taken(case)]
 MODEL_SIZE = [case for case in LARGE if taken(case)]
 
 
-def prepared(case: Case) -> Iterator[Work]:
-    """The launches of the forward and of the backward with every gradient, on an H100's number of multiprocessors."""
+def prepared(case: Case, overlaps: bool = True) -> Iterator[Work]:
+    """The launches of the forward and of the backward with every gradient, on an H100's number of multiprocessors.
+    `overlaps`: as on sm_90 and later."""
     inputs = make_inputs(case, torch.device("cpu"))
     tensors = inputs.tensors()
     options: dict[str, Any] = dict(case.all_options)
@@ -68,7 +71,7 @@ def prepared(case: Case) -> Iterator[Work]:
     options = {name: value for name, value in options.items() if not name.startswith("out_")}
     back = grad_plan(*grads, *tensors, output_mask=mask, in_dtype=case.dtype, **options)
     needs_tables = back.needs_cos or back.needs_sin
-    yield from BackwardWork(back.streams, back.tables, back.options, back.copy, needs_tables, 132).works
+    yield from BackwardWork(back.streams, back.tables, back.options, back.copy, needs_tables, 132, overlaps).works
 
 
 def by_kernel(case: Case) -> dict[str, Work]:

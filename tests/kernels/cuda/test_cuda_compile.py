@@ -6,7 +6,7 @@ import io
 import re
 
 import pytest
-from cuda_cases import CUDA_CASES, MODEL_SIZE, by_kernel, prepared
+from cuda_cases import BESIDE_THE_SUMS, CUDA_CASES, MODEL_SIZE, by_kernel, prepared
 from norm_rope_cases import Case
 
 from fusion_pass.kernels.cuda import compiler
@@ -40,7 +40,7 @@ def check(cases: list[Case], arch: str) -> None:
 
 
 def test_instances_of_model_size() -> None:
-    check(MODEL_SIZE, "sm_90")
+    check([*MODEL_SIZE, BESIDE_THE_SUMS], "sm_90")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.gpu
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-def test_backward_is_reproducible(device: torch.device, per_head: bool) -> None:
-    case = Case("", 16, 8, 128, 2, 2000, torch.bfloat16, packing="blocked", affine="wb", per_head=per_head,
+@pytest.mark.parametrize(("per_head", "packing"), [(False, "blocked"), (True, "blocked"), (False, None)])
+def test_backward_is_reproducible(device: torch.device, per_head: bool, packing: str | None) -> None:
+    case = Case("", 16, 8, 128, 2, 2000, torch.bfloat16, packing=packing, affine="wb", per_head=per_head,
                 options={"norm": "layer"})  # fmt: skip
     inputs = make_inputs(case, device)
     results = call(case, inputs, "cuda")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import MODEL_SIZE, by_kernel, prepared
+from cuda_cases import BESIDE_THE_SUMS, MODEL_SIZE, by_kernel, prepared
 from norm_rope_cases import CASES, Case
 
 from fusion_pass import FusionConfig
@@ -148,7 +148,7 @@ def test_backward_walks_whole_rounds_of_groups() -> None:
         slots = int(constants["HEAD_DIM"]) // (2 * int(constants["PAIRS"]))
         heads = sum(int(constants[name]) for name in ("Q_HEADS", "K_HEADS"))
         groups = -(-heads // (32 // -(-slots // int(constants["CHUNKS"]))))
-        blocks = launch_._words[-4]  # type: ignore[attr-defined]
+        blocks = launch_._words[-5]  # type: ignore[attr-defined]
         assert blocks * int(constants["WARPS"]) % groups == 0
 
 
@@ -169,6 +169,7 @@ def test_instances_do_not_depend_on_eps_or_tokens() -> None:
     ("case", "kernels"),
     [
         (Case("q and k", dtype=BF16), ["backward", "reduce"]),
+        (BESIDE_THE_SUMS, ["backward", "reduce_and_finish"]),
         (Case("packed", dtype=BF16, packing="blocked"), ["backward", "reduce_and_move"]),
         (Case("packed, no weights", dtype=BF16, packing="blocked", affine="", options={"norm": "none"}), ["backward"]),
     ],
@@ -180,6 +181,19 @@ def test_v_is_moved_beside_the_sums(case: Case, kernels: list[str]) -> None:
     assert [name for name in launches if name not in ("forward", "table_gradient")] == kernels
     moving = {name: bool(launches[name].instance.constants.get("V_HEADS")) for name in kernels}
     assert moving == {name: case.packing is not None and name == kernels[-1] for name in kernels}
+
+
+def test_every_dx_is_written_once() -> None:
+    """The last 1.5 MB by the launch of the sums, where it begins while the backward ends."""
+    works = by_kernel(BESIDE_THE_SUMS)
+    tokens = 1024
+    stored = tokens - 153
+    assert works["backward"].launch._words[-4] == works["reduce_and_finish"].launch._words[-4] == stored  # type: ignore[attr-defined]
+    adding, warps = 2 * 128 // 8, -(-(tokens - stored) * 10)  # four heads a warp
+    assert works["reduce_and_finish"].launch._grid == adding + -(-warps // 8)  # type: ignore[attr-defined]
+    one_after_the_other = {w.launch.instance.kernel: w.launch for w in prepared(BESIDE_THE_SUMS, overlaps=False)}  # type: ignore[attr-defined]
+    assert "reduce" in one_after_the_other
+    assert not one_after_the_other["backward"].instance.constants["DEFERS"]
 
 
 def test_rows_of_sums_begin_at_multiples_of_32_bytes() -> None:
