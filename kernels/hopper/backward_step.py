@@ -1,5 +1,5 @@
-"""One tile of queries against the thread block's keys, head dimensions up to 128: P and dS stay in registers as left
-operands of dV and dK."""
+"""What a warpgroup that holds dK and dV does (`backward.py`): the loop over blocks of keys and tiles of queries. P and
+dS stay in registers as left operands of dV and dK."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,60 +12,177 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import barriers
 from .backward_state import (
-    DQ_FREE,
     DQ_FULL,
-    DQ_FULL_ODD,
+    DS_FREE,
+    DS_FULL,
+    PAIR,
     STAGE_FREE,
+    Keys,
+    arrays_of_block,
     dq_layout,
-    following,
     gradient_layout,
     hide,
-    needs_mask,
     scores_layout,
-    to_store,
-    transposed_dq_layout,
+    spread_rows,
 )
-from .gluon_api import partition_barrier
+from .forward_state import announced
+from .gluon_api import partition_barrier, tma_store, tma_store_wait
 from .opaque import hidden
 from .scores import tanh
 
 
 @gluon.jit
-def step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, odd: gl.constexpr, T: gl.constexpr):
-    """One tile of queries, the `use`-th of this thread block; `odd` uses have a buffer of dS of their own.
+def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
+    """Warpgroup `w`: 64 keys of each block."""
+    kv_heads, group, seq_q, seq_k = p.sizes
+    together, blocks, items = p.work
+    use = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    b, kv, key0, first, last, clear_first, clear_last = announced(turn, mem)
+    while b >= 0:
+        row_low, row_high, labels, ranges = arrays_of_block(
+            p.row_low, p.row_high, p.labels, p.ranges, b, kv, blocks, p.strides, seq_q, seq_k, T
+        )
+        keys = Keys(row_low, row_high, labels, p.sizes, p.band, p.scales, key0 + w * 64)
+        operands = _begin(turn, mem, w, T)
+        dk = gl.zeros((64, T.qk_dim), gl.float32, gradient_layout(T, T.qk_dim))
+        dv = gl.zeros((64, T.v_dim), gl.float32, gradient_layout(T, T.v_dim))
+        st = gl.zeros((64, T.block_m), gl.float32, scores_layout(T))
+        tile = last - 1 if T.descending else first
+        uses = group * (last - first)
+        if T.early_scores:  # noqa: SIM102 (decided at compile time; the next one is not)
+            if uses > 0:
+                st = warpgroup_mma_wait(0, (_scores(use, True, operands[0], mem, T),))
+        for i in range(uses):
+            masked = (tile < clear_first) | (tile >= clear_last)
+            more = i + 1 < uses
+            st, dk, dv = step(use + i, i, turn, tile, masked, more, operands, st, dk, dv, b, keys, p, mem, w, T)
+            if T.descending:
+                tile = gl.where(tile == first, last, tile) - 1
+            else:
+                tile = gl.where(tile == last - 1, first, tile + 1)
+        use += uses
+        _end(use, uses, turn, mem, w, T)
+        _store(dk, dv, b, kv, key0, p, mem, w, T)
+        turn += 1
+        b, kv, key0, first, last, clear_first, clear_last = announced(turn, mem)
+    tma_store_wait(0)
 
-    `operands`: see `left_operands`. With `T.early_scores`, `st` is the tile's S^T, and that of the next one is
-    returned (`more`: there is one). With `T.looks_ahead`, Q and dO have come, and `masked` says whether the tile needs
-    a mask. Returned with the accumulators: the next tile, and whether it needs one.
-    """
+
+@gluon.jit
+def _slot(turn, w: gl.constexpr, T: gl.constexpr):
+    return (turn % T.key_slots) * 2 + w
+
+
+@gluon.jit
+def _begin(turn, mem, w: gl.constexpr, T: gl.constexpr):
+    """Wait for K and V of a block; the left operands of S^T and dP^T, in registers where there is room."""
+    at = _slot(turn, w, T)
+    mbarrier.wait(mem.kv_full.index(at), (turn // T.key_slots) & 1)
+    if T.dq_apart:
+        k, v = left_operands(at, mem, T)
+        if T.keys_in_registers:
+            OPERAND: gl.constexpr = gl.DotOperandLayout(0, scores_layout(T), 2)
+            k = k.load(OPERAND)
+            v = v.load(OPERAND)
+            mbarrier.arrive(mem.kv_free.index(at), count=1)
+        return k, v
+    else:
+        mbarrier.wait(mem.kv_full.index(1 - w), turn & 1)  # dQ takes the keys of both
+        # As if there had been a tile before the first: dS in the second buffer, and nothing left to read in the first.
+        barriers.arrive(DS_FREE + 1 - w, PAIR)
+        barriers.arrive(DS_FULL + 2 + w, PAIR)
+        return left_operands(at, mem, T)
+
+
+@gluon.jit
+def _end(use, uses, turn, mem, w: gl.constexpr, T: gl.constexpr):
+    """Behind the last tile of a block: dQ of that one, where it comes one tile late; K and V are free."""
+    if T.dq_apart:
+        if not T.keys_in_registers:
+            mbarrier.arrive(mem.kv_free.index(_slot(turn, w, T)), count=1)
+        tma_store_wait(0)  # dK and dV of the block before
+    else:
+        odd = (uses + 1) % 2
+        barriers.sync(DS_FULL + 2 * odd + (1 - w), PAIR)
+        dq = warpgroup_mma_wait(0, (_dq(odd, mem, w, T),))
+        barriers.arrive(DS_FREE + 2 * odd + (1 - w), PAIR)
+        # Both buffers of dS are read: dK is stored there.
+        barriers.sync(DS_FREE + w, PAIR)
+        barriers.sync(DS_FREE + 2 + w, PAIR)
+        # Now, and not before: with the keys of the next block the other warpgroup comes to these barriers again.
+        mbarrier.arrive(mem.kv_free.index(0), count=1)
+        mbarrier.arrive(mem.kv_free.index(1), count=1)
+        _hand_over(dq, use + turn, mem, w, T)
+    partition_barrier()
+
+
+@gluon.jit
+def _store(dk, dv, b, kv, key0, p, mem, w: gl.constexpr, T: gl.constexpr):
+    """dK and dV of a block to memory."""
+    scale, cap_scale, grad_scale = p.scales
+    row0 = key0 + w * 64
+    dk = (dk * grad_scale).to(mem.q.dtype)
+    mem.dv.index(w).reshape([64, T.v_dim]).store(dv.to(mem.q.dtype))
+    if T.dq_apart:
+        mem.dk.index(w).reshape([64, T.dk_lanes]).store(dk)
+    else:
+        low, high = gl.split(dk.reshape([64, 2, T.dk_lanes]).permute((0, 2, 1)))
+        mem.dk.index(w).reshape([64, T.dk_lanes]).store(low)
+        mem.dk.index(2 + w).reshape([64, T.dk_lanes]).store(high)
+    fence_async_shared()
+    partition_barrier()
+    tma_store(p.dv, [b, kv, row0, 0], mem.dv.index(w))
+    tma_store(p.dk, [b, kv, row0, 0], mem.dk.index(w))
+    if not T.dq_apart:
+        tma_store(p.dk, [b, kv, row0, T.dk_lanes], mem.dk.index(2 + w))
+        tma_store_wait(0)
+        partition_barrier()
+
+
+@gluon.jit
+def left_operands(at, mem, T: gl.constexpr):
+    """K and V in shared memory."""
+    at = hidden(at)
+    return mem.k.index(at).reshape([64, T.qk_dim]), mem.v.index(at).reshape([64, T.v_dim])
+
+
+@gluon.jit
+def _scores(use, exists, k, mem, T: gl.constexpr):
+    """Issue S^T of the `use`-th tile of this thread block; of whatever is there if there is no such tile."""
+    stage = use % T.stages
+    mbarrier.wait(mem.q_full.index(stage), (use // T.stages) & 1, pred=exists)
+    q = mem.q.index(stage).reshape([T.block_m, T.qk_dim])
+    zero = gl.zeros((64, T.block_m), gl.float32, scores_layout(T))
+    return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def step(
+    use, i, turn, tile, masked, more, operands, st, dk, dv, b, keys, p, mem, w: gl.constexpr, T: gl.constexpr
+):  # fmt: skip
+    """One tile of queries: the `use`-th of this thread block, the `i`-th of its `turn`-th block of keys. `operands`:
+    see `_begin`. With `T.early_scores`, `st` is the tile's S^T, and that of the next one (`more`: there is one) is
+    returned with the accumulators."""
     BLOCK_M: gl.constexpr = T.block_m
-    BLOCK_N: gl.constexpr = T.block_n
-    QK_DIM: gl.constexpr = T.qk_dim
-    V_DIM: gl.constexpr = T.v_dim
     SCORES: gl.constexpr = scores_layout(T)
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, gradient_layout(T, T.v_dim), 2)
     DS_OPERAND: gl.constexpr = gl.DotOperandLayout(0, gradient_layout(T, T.qk_dim), 2)
-    THREADS: gl.constexpr = T.num_warps * 32 + 32
     scale, cap_scale, grad_scale = p.scales
-    # Two of these steps stand in one loop, and what is constant in both would be kept in registers, and spilled.
+    # What is constant would be kept in registers, and spilled.
     use = hidden(use)
-    k, v, kt = operands if T.keys_in_registers else left_operands(mem, T)
-    ds_tile = (mem.ds_odd if odd else mem.ds).index(hidden(0))
     stage = use % T.stages
-    q = mem.q.index(stage).reshape([BLOCK_M, QK_DIM])
-    do = mem.do.index(stage).reshape([BLOCK_M, V_DIM])
-    if not T.looks_ahead:
-        masked = needs_mask(tile, mem)
+    odd = (use if T.dq_apart else i) % 2
+    buffer = 2 * odd + w
+    k, v = operands if T.keys_in_registers else left_operands(_slot(turn, w, T), mem, T)
+    q = mem.q.index(stage).reshape([BLOCK_M, T.qk_dim])
+    do = mem.do.index(stage).reshape([BLOCK_M, T.v_dim])
     if not T.early_scores:
-        if not T.looks_ahead:
-            wait_for(mem.q_full, use, True, T)
-        st = scores(use, k, mem, T)
-    if not T.looks_ahead:
-        wait_for(mem.do_full, use, True, T)
-    zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, SCORES)
+        st = _scores(use, True, k, mem, T)
+    mbarrier.wait(mem.do_full.index(stage), (use // T.stages) & 1)
+    zero = gl.zeros((64, BLOCK_M), gl.float32, SCORES)
     dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if not T.rows_late:
-        lse = mem.lse.index(stage).load(SCORES)
+    lse = mem.lse.index(stage).load(SCORES)
     if not T.early_scores:
         st = warpgroup_mma_wait(1, (st,))
     if T.softcap:
@@ -73,92 +190,58 @@ def step(use, more, tile, masked, operands, warpgroup, st, dk, dv, p, mem, odd: 
         capped = st
     if T.masked:  # noqa: SIM102 (decided at compile time; the next one is not)
         if masked:
-            st = hide(st, tile, p, T)
-    if T.rows_late:
-        lse = mem.lse.index(stage).load(SCORES)
+            st = hide(st, tile, b, keys, T)
     pt = gl.exp2(st * scale - lse)
-    if not T.rows_late:
-        delta = mem.delta.index(stage).load(SCORES)
+    delta = mem.delta.index(stage).load(SCORES)
     p_operand = gl.convert_layout(pt.to(mem.q.dtype), P_OPERAND, assert_trivial=True)
     if T.softcap:
         pt = pt * (1.0 - capped * capped)
     dpt = warpgroup_mma_wait(0, (dpt,))
-    if T.rows_late:
-        delta = mem.delta.index(stage).load(SCORES)
     ds = (pt * (dpt - delta)).to(mem.q.dtype)
     ds_operand = gl.convert_layout(ds, DS_OPERAND, assert_trivial=True)
+    barriers.sync(DS_FREE + buffer, PAIR)
     # Stored before the product is issued: the fence need not wait for it.
-    ds_tile.store(ds)
+    mem.ds.index(buffer).store(ds)
     dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     fence_async_shared()
-    partition_barrier()
-    dq = _dq(kt, ds_tile, T)
-    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    barriers.arrive(DS_FULL + buffer, PAIR)
     # Operands are dependences of the waits: their registers must not be reused while a product reads them
     # (docs/hopper.md, hazards).
-    dq, dv, p_operand = warpgroup_mma_wait(1, (dq, dv, p_operand))
-    barriers.sync(DQ_FREE + warpgroup, 160)
-    mem.dq.store(to_store(dq, T))
+    if T.dq_apart:
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, (dk, dv, p_operand, ds_operand))
+    else:
+        # Of the tile before, whose dS the other warpgroup has long written: nobody waits.
+        barriers.sync(DS_FULL + 2 * (1 - odd) + (1 - w), PAIR)
+        dq = _dq(1 - odd, mem, w, T)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dq, dv, p_operand = warpgroup_mma_wait(1, (dq, dv, p_operand))
+        barriers.arrive(DS_FREE + 2 * (1 - odd) + (1 - w), PAIR)
+        _hand_over(dq, use + turn, mem, w, T)
+        if T.early_scores:
+            st = _scores(use + 1, more, k, mem, T)
+            dk, st, ds_operand = warpgroup_mma_wait(0, (dk, st, ds_operand))
+        else:
+            dk, ds_operand = warpgroup_mma_wait(0, (dk, ds_operand))
+    barriers.arrive(STAGE_FREE + stage, PAIR + 32)
+    return st, dk, dv
+
+
+@gluon.jit
+def _dq(odd, mem, w: gl.constexpr, T: gl.constexpr):
+    """Issue half of the lanes of dQ = dS K, over the keys of the one and the other warpgroup."""
+    dq = gl.zeros((T.block_m, T.dq_lanes), gl.float32, dq_layout(T))
+    for other in gl.static_range(2):
+        k = mem.k.index(hidden(other)).reshape([64, T.qk_dim]).slice(w * T.dq_lanes, T.dq_lanes, 1)
+        ds = mem.ds.index(2 * odd + other).permute((1, 0))
+        dq = warpgroup_mma(ds, k, dq, use_acc=other > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _hand_over(dq, turn, mem, w: gl.constexpr, T: gl.constexpr):
+    """Half of a tile of dQ, the `turn`-th, to the warp that adds it to memory."""
+    mbarrier.wait(mem.dq_free.index(w), (turn & 1) ^ 1)
+    mem.dq.index(w).store(spread_rows(dq))
     fence_async_shared()
-    if T.dq_warps == 1:
-        barriers.arrive(DQ_FULL + warpgroup, 160)
-    else:
-        barriers.arrive((DQ_FULL_ODD if odd else DQ_FULL) + warpgroup, 160)
-    if T.early_scores | T.looks_ahead:
-        wait_for(mem.q_full, use + 1, more, T)
-    if T.early_scores:  # of whatever is there, if there is no next tile
-        st = scores(use + 1, k, mem, T)
-    if T.looks_ahead:
-        wait_for(mem.do_full, use + 1, more, T)
-        tile = following(tile, mem, T)
-        masked = needs_mask(tile, mem)
-    if T.early_scores:
-        dk, st, ds_operand = warpgroup_mma_wait(0, (dk, st, ds_operand))
-    else:
-        dk, ds_operand = warpgroup_mma_wait(0, (dk, ds_operand))
-    barriers.arrive(STAGE_FREE + stage, THREADS)
-    if not T.looks_ahead:
-        tile = following(tile, mem, T)
-    return st, dk, dv, tile, masked
-
-
-@gluon.jit
-def left_operands(mem, T: gl.constexpr):
-    """K and V, the left operands of S^T and dP^T, and K^T, that of dQ^T (otherwise the right one of dQ).
-
-    In registers where there is room, at head_dim 64 with 64 queries a tile: the two operands of a product of 64 rows
-    and 64 columns take shared memory as long to deliver as the product takes.
-    """
-    k = mem.k.index(hidden(0)).reshape([T.block_n, T.qk_dim])
-    v = mem.v.index(hidden(0)).reshape([T.block_n, T.v_dim])
-    kt = k.permute((1, 0))
-    if T.keys_in_registers:
-        OPERAND: gl.constexpr = gl.DotOperandLayout(0, scores_layout(T), 2)
-        return k.load(OPERAND), v.load(OPERAND), kt.load(gl.DotOperandLayout(0, transposed_dq_layout(T), 2))
-    else:
-        return k, v, kt
-
-
-@gluon.jit
-def wait_for(full, use, exists, T: gl.constexpr):
-    """Wait until Q, or dO, of the `use`-th tile has come, if there is such a tile. `full`: barriers of the stages."""
-    mbarrier.wait(full.index(use % T.stages), (use // T.stages) & 1, pred=exists)
-
-
-@gluon.jit
-def scores(use, k, mem, T: gl.constexpr):
-    """Issue S^T of the `use`-th tile."""
-    q = mem.q.index(use % T.stages).reshape([T.block_m, T.qk_dim])
-    zero = gl.zeros((T.block_n, T.block_m), gl.float32, scores_layout(T))
-    return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _dq(kt, ds_tile, T: gl.constexpr):
-    """Issue dQ = dS K, or dQ^T = K^T dS^T."""
-    if T.keys_in_registers:
-        zero = gl.zeros((T.qk_dim, T.block_m), gl.float32, transposed_dq_layout(T))
-        return warpgroup_mma(kt, ds_tile, zero, use_acc=False, is_async=True)
-    else:
-        zero = gl.zeros((T.block_m, T.qk_dim), gl.float32, dq_layout(T))
-        return warpgroup_mma(ds_tile.permute((1, 0)), kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+    barriers.arrive(DQ_FULL + w, 128 + 32)

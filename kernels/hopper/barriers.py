@@ -5,8 +5,8 @@ have come (PTX `barrier`). An mbarrier arrival in Gluon is a barrier of the whol
 named barrier is a single instruction, worth 10 % of the backward pass (docs/hopper.md).
 
 Triton itself uses ids 0 (default partition), 1 (start of the partitions) and 2, 3 (partitions of more than one warp);
-tests read them off the PTX. Ours start at 5 in the forward and at 4 in the backward, whose other partitions have one
-warp.
+tests read them off the PTX. Ours start at 5 in the forward and at 4 in the backward, which has no third partition of
+more than one warp.
 """
 
 from triton.experimental import gluon
@@ -55,14 +55,15 @@ def bulk_writes_done():
 
 
 @gluon.constexpr_function
-def _release_asm():
-    lane = ".reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
-    return "{ " + lane + "@p red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }"
+def _release_asm(threads):
+    first = "mov.u32 i, %laneid; " if threads == 32 else f"mov.u32 i, %tid.x; and.b32 i, i, {threads - 1}; "
+    elected = ".reg .pred p; .reg .u32 i; " + first + "setp.eq.u32 p, i, 0; "
+    return "{ " + elected + "@p red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }"
 
 
 @gluon.jit
 def wait_for_turn(counter, turn):
-    """Wait, in a partition of one warp, until `counter` in global memory has reached `turn`; order what follows after
+    """Wait until `counter` in global memory has reached `turn`; order what follows after
     it."""
     address = counter.to(gl.int64, bitcast=True)
     ASM: gl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"
@@ -75,9 +76,9 @@ def wait_for_turn(counter, turn):
 
 
 @gluon.jit
-def pass_turn(counter):
-    """Pass the turn on, once the bulk copies of this partition of one warp are written."""
+def pass_turn(counter, threads: gl.constexpr):
+    """Pass the turn on, once the bulk copies of this partition of one warp, or one warpgroup, are written."""
     bulk_writes_done()
     partition_barrier()
-    ASM: gl.constexpr = _release_asm()
+    ASM: gl.constexpr = _release_asm(threads)
     gl.inline_asm_elementwise(ASM, "=r,l", [counter.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)

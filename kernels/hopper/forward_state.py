@@ -208,7 +208,7 @@ def announced(turn, mem):
 
 @gluon.jit
 def _number(mem, slot, i: gl.constexpr):
-    return gl.max(mem.tile.index(slot * 8 + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(mem.tile.index(slot * 8 + i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit

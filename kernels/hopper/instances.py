@@ -47,16 +47,18 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
     scales = _all("fp32", "scale", "cap_scale", "grad_scale")
     keys, values = (t.block_n, t.qk_dim), (t.block_n, t.v_dim)
     if isinstance(t, BackwardTemplate):
+        keys, values = (64, t.qk_dim), (64, t.v_dim)
         arguments = {
             **maps(q=(t.block_m, t.qk_dim), k=keys, v=values, do=(t.block_m, t.v_dim)),
             "dq": tensor_map_type("fp32", t.dq_box),
-            **maps(dk=keys, dv=values),
+            **maps(dk=(64, t.dk_lanes), dv=values),
             "lse": row,
             "delta": row,
             **rows,
-            **_all("*i32", "order", "turns"),
+            **_all("*i32", "order", "counter"),
             **_all("i32", "kv_heads", "group", "parts", "seq_q", "seq_k", *_BAND),
             **scales,
+            **_all("i32", "together", "blocks", "items"),
         }
         return _instance(backward_kernel, arguments, t, overlaps=True)
     if t.keys_stay:

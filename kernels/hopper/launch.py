@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention_problem import Problem, Unfinished
 from ..attention_reference import sinks_gradient
 from .additive import additive, shifted_lse, shifts, values_of_backward, values_of_forward
+from .backward_state import TURNS_AT
 from .descriptors import fits, readable
 from .explicit import bits_of_backward, bits_of_forward, heads_apart
 from .plans import Call, NarrowPlan, WidePlan, backward_plan, forward_plan, parts_of, rows_of_accumulator
@@ -140,15 +141,17 @@ def _main(
     if of_rows is not None:
         lse = shifted_lse(lse, of_rows, _tail(problem, lse), heads_apart(problem.seen))
     lse_rows, delta_rows = q.new_empty((2, batch, heads, plan.padded_rows), dtype=torch.float32).unbind()
-    accumulator = turns = None
+    accumulator = counter = None
     if isinstance(plan, NarrowPlan):
         accumulator = q.new_empty((batch, heads, rows_of_accumulator(seq_q), q.shape[3]), dtype=torch.float32)
-        turns = q.new_empty((batch, heads, plan.tiles), dtype=torch.int32) if call.deterministic else None
+        turns = batch * heads * plan.tiles if call.deterministic else 0
+        counter = q.new_empty(TURNS_AT.value + turns, dtype=torch.int32)
     # Pointers that the kernel does not look at may be any.
     plan.before.on(
         (
             out, grad_out, do, lse, lse if grad_lse is None else grad_lse.contiguous(), lse_rows, delta_rows,
-            lse_rows if accumulator is None else accumulator, lse_rows if turns is None else turns,
+            lse_rows if accumulator is None else accumulator,
+            *((lse_rows, lse_rows) if counter is None else (counter, counter[TURNS_AT.value :])),
         )
     )  # fmt: skip
     inputs = [x.data_ptr() for x in (q, problem.k, problem.v, do)]
@@ -159,7 +162,7 @@ def _main(
         rows = _rows(problem, plan.template, of_rows, forward=False)
         order = _address(None if rows is None else rows.order)
         mapped = *inputs, accumulator.data_ptr(), *results, *row_values
-        plan.main((*mapped, *_addresses(rows), order, _address(turns)))
+        plan.main((*mapped, *_addresses(rows), order, _address(counter)))
         return plan, accumulator, delta_rows
     of_queries, of_keys = plan.templates
     if needs[0]:

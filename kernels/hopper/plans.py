@@ -19,7 +19,7 @@ from ..launch import Launch
 from . import prepare
 from .additive import additive
 from .build import compile_instance
-from .descriptors import DTYPES, Map, rows_map, spread_rows_map, tensor_map
+from .descriptors import DTYPES, rows_map, spread_rows_map, tensor_map
 from .explicit import explicit, heads_apart
 from .instances import instance
 from .mapped_launch import MappedLaunch
@@ -168,7 +168,7 @@ def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
         *(out[1][0], out[1][2], out[1][1]), out[0][3], batch, heads, heads // kv_heads, seq_q, seq_k, together,
         *call.band(tiles), *call.scales(),
     )  # fmt: skip
-    processors = torch.cuda.get_device_properties(call.device).multi_processor_count
+    processors = _multiprocessors(call.device)
     programs = min(tiles * batch * heads, template.programs * processors)
     kernel = _loaded(template, call.dtype, call.device)
     return ForwardPlan(template, MappedLaunch(kernel, (programs, 1, 1), maps, numbers, template, call.device))
@@ -188,7 +188,7 @@ class BackwardPlan:
 @dataclass(frozen=True)
 class NarrowPlan(BackwardPlan):
     """Head dimensions up to 128. `main`: maps of q, k, v, dO, dQ (the accumulator), dK, dV, LSE and delta; pointers to
-    the arrays of rows.py and the turns. `after`: rounds dQ."""
+    the arrays of rows.py, and the counter with the turns behind it. `after`: rounds dQ."""
 
     template: BackwardTemplate
     main: MappedLaunch
@@ -225,7 +225,7 @@ def parts_of(call: Call) -> int:
     group = heads // kv_heads
     if call.row_heads > 1:
         return group
-    multiprocessors = torch.cuda.get_device_properties(call.device).multi_processor_count
+    multiprocessors = _multiprocessors(call.device)
     blocks = -(-seq_k // (128 if max(call.q[0][3], call.v[0][3]) <= 128 else 64)) * batch * kv_heads
     uneven = call.left is not None or call.right is not None or call.data is not None
     enough, wanted = (2.5, 3.5) if uneven else (1.0, 1.5)
@@ -264,7 +264,7 @@ def backward_plan(
     accumulator_rows = rows_of_accumulator(seq_q)
     before = Launch(
         prepare.before, (padded_rows // _ROWS_PER_PROGRAM * batch * heads,), torch.device("cuda", call.device),
-        (*[call.dtype] * 3, *[torch.float32] * 5, torch.int32),
+        (*[call.dtype] * 3, *[torch.float32] * 5, torch.int32, torch.int32),
         (
             *_strides(out), *_strides(grad_out), grad_out[1][3],
             heads, seq_q, accumulator_rows, padded_rows, head_dim, out[0][3],
@@ -272,13 +272,13 @@ def backward_plan(
         {
             "TILE": template.block_m, "ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim, "V_DIM": template.v_dim,
             "HAS_GRAD_LSE": grad_lse, "COPY": do != grad_out, "ACCUMULATE": not wide,
-            "TURNS": not wide and call.deterministic,
+            "COUNT": not wide, "TURNS": not wide and call.deterministic,
         },
         num_warps=4,
     )  # fmt: skip
-    queries, keys = (template.block_m, template.qk_dim), (template.block_n, template.qk_dim)
+    queries, keys = (template.block_m, template.qk_dim), (64, template.qk_dim)
     values, rows = (
-        (template.block_n, template.v_dim),
+        (64, template.v_dim),
         rows_map(padded_rows // template.block_m * batch * heads, template.block_m),
     )
     inputs = (
@@ -287,7 +287,8 @@ def backward_plan(
         tensor_map(*call.v, call.dtype, *values),
         tensor_map(*do, call.dtype, template.block_m, template.v_dim),
     )
-    gradients = tensor_map(*dk, call.dtype, *keys), tensor_map(*dv, call.dtype, *values)
+    dk_lanes = template.dk_lanes if isinstance(template, BackwardTemplate) else template.qk_dim
+    gradients = tensor_map(*dk, call.dtype, 64, dk_lanes), tensor_map(*dv, call.dtype, *values)
     parts = parts_of(call)
     numbers = (
         *(kv_heads * parts, heads // kv_heads // parts, parts, seq_q, seq_k),
@@ -299,23 +300,17 @@ def backward_plan(
     if isinstance(templates, tuple):
         of_keys = MappedLaunch(kernel, grid, (*inputs, *gradients, rows, rows), numbers, template, call.device)
         return WidePlan(before, padded_rows, templates, _wide_queries(call, templates[0], do, dq), of_keys)
-    dq_map = _accumulator_map(templates, batch, heads, accumulator_rows, head_dim)
+    dq_map = spread_rows_map(batch * heads, accumulator_rows, head_dim, templates.dq_box)
     after = Launch(
         prepare.after, (-(-seq_q // _ROWS_PER_PROGRAM) * batch * heads,), torch.device("cuda", call.device),
         (torch.float32, call.dtype), (*_strides(dq), heads, seq_q, accumulator_rows, head_dim, call.scale),
         {"ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim}, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     maps = *inputs, dq_map, *gradients, rows, rows
-    main = MappedLaunch(kernel, grid, maps, numbers, template, call.device)
+    items = math.prod(grid)
+    programs = min(items, _multiprocessors(call.device))
+    main = MappedLaunch(kernel, (programs, 1, 1), maps, (*numbers, *grid[:2], items), template, call.device)
     return NarrowPlan(before, padded_rows, templates, main, after, padded_rows // template.block_m)
-
-
-def _accumulator_map(template: BackwardTemplate, batch: int, heads: int, rows: int, dim: int) -> Map:
-    """Of the float32 sums of dQ `[batch, heads, rows, dim]`, by what one reduce-add takes."""
-    if template.keys_in_registers:
-        of_batch_row_head = heads * rows * dim, dim, rows * dim, 1
-        return tensor_map((batch, rows, heads, dim), of_batch_row_head, torch.float32, *template.dq_box[2:])
-    return spread_rows_map(batch * heads, rows, dim, template.dq_box)
 
 
 def rows_of_accumulator(seq_q: int) -> int:
@@ -347,6 +342,11 @@ def _wide_queries(call: Call, template: WideTemplate, do: Shaped, dq: Shaped) ->
 def _loaded(template: AnyTemplate, dtype: torch.dtype, device: int) -> Any:
     """The compiled kernel, one handle per device."""
     return compile_instance(instance(template, DTYPES[dtype]))
+
+
+def _multiprocessors(device: int) -> int:
+    """As many thread blocks as multiprocessors stay and draw their work."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _strides(x: Shaped) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """The two memory-bound kernels around the backward, in plain Triton.
 
 `before`: delta = rowsum(dO * O) - dLSE and LSE in base 2, both padded to whole tiles; up to head_dim 128 the float32
-accumulator of dQ and the turn counters are zeroed; a dO that TMA cannot read is copied on the way.  Traffic: 2 rows
-v_dim elements read, 4 rows qk_dim bytes written.
+accumulator of dQ, the turns and the counter of blocks are zeroed; a dO that TMA cannot read is copied on the way.
+Traffic: 2 rows v_dim elements read, 4 rows qk_dim bytes written.
 `after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes read, rows qk_dim elements written.
 
 The three kernels overlap by programmatic dependent launch. `before` starts like any other, after everything that was
@@ -18,11 +18,11 @@ import triton.language as tl
 
 @triton.jit
 def before(
-    out, grad_out, grad_out_copy, lse, grad_lse, lse_rows, delta_rows, accumulator, turns,
+    out, grad_out, grad_out_copy, lse, grad_lse, lse_rows, delta_rows, accumulator, counter, turns,
     out_b, out_h, out_s, grad_b, grad_h, grad_s, grad_lane,
     heads, rows, accumulator_rows, padded_rows, head_dim, v_head_dim,
     TILE: tl.constexpr, ROWS: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr, COPY: tl.constexpr, ACCUMULATE: tl.constexpr, TURNS: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr, COPY: tl.constexpr, ACCUMULATE: tl.constexpr, COUNT: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (padded_rows / ROWS) * batch * heads. `lse_rows`, `delta_rows`: float32 [batch, heads, padded_rows].
 
@@ -59,6 +59,9 @@ def before(
         here = inside[:, None] & (q_lane < head_dim)[None, :]
         line = head.to(tl.int64) * accumulator_rows + r
         tl.store(accumulator + line[:, None] * head_dim + q_lane[None, :], zero, mask=here)
+    if COUNT:  # noqa: SIM102 (decided at compile time; the next one is not)
+        if tl.program_id(0) == 0:
+            tl.store(counter, 0)
     if TURNS:  # noqa: SIM102 (decided at compile time; the next one is not)
         if row0 % TILE == 0:
             tl.store(turns + padded_row_tile(head, row0, padded_rows, TILE), 0)

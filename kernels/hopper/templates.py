@@ -121,62 +121,66 @@ class ForwardTemplate(Template):
 
 @dataclass(frozen=True)
 class BackwardTemplate(Template):
-    """One backward instance: `block_n` keys stay, `block_m` queries at a time pass by."""
+    """One backward instance for head dimensions up to 128: `block_n` keys stay, `block_m` queries at a time pass by."""
 
     deterministic: bool
     block_m: int
     block_n: int
     stages: int
     num_warps: int
+    """Of a warpgroup's partition."""
     keys_in_registers: bool
-    """K, V and K^T are left operands in registers, and dQ is computed transposed; otherwise from shared memory."""
+    """K and V are left operands in registers."""
+    dq_apart: bool
+    """dQ is computed by a warpgroup of its own; otherwise by the two that hold dK and dV, half of its lanes each and
+    one tile late, and a warp adds it to memory."""
     early_scores: bool
-    """S of the next tile is issued behind the last product of a tile."""
-    looks_ahead: bool
-    """Where the next tile is, whether it needs a mask and that it has come is found behind the last product of a tile,
-    not before the first one of the next."""
-    rows_late: bool
-    """LSE and delta are loaded when they are needed, not while a product is waited for: they take no registers."""
+    """S of the next tile is issued behind the last product of a tile (not with `dq_apart`)."""
 
     @property
     def later_first(self) -> bool:
-        """Blocks of later keys are launched, and with `deterministic` add to dQ, before those of earlier ones."""
+        """Blocks of later keys are drawn, and with `deterministic` add to dQ, before those of earlier ones."""
         return self.deterministic and self.mask in ("right", "band")
 
     @property
-    def dq_warps(self) -> int:
-        """Warps that add dQ to memory. With `deterministic` two take turns: one waits until its addition is written
-        while the other waits for its turn."""
-        return 2 if self.deterministic else 1
+    def descending(self) -> bool:
+        """Queries are visited from the last tile down (`backward_state.tile_at`)."""
+        return self.deterministic and not self.later_first
 
     @property
-    def rows_halved(self) -> bool:
-        """Each of the two warpgroups owns half of a tile of dQ and hands it over on its own barrier: half of the
-        queries where there are 128, or of dQ^T, otherwise half of the lanes."""
-        return self.keys_in_registers or self.block_m == 128
-
-    @property
-    def dq_rows(self) -> int:
-        """Rows of dQ in one reduce-add."""
-        return self.block_m // 2 if self.rows_halved else self.block_m
+    def key_slots(self) -> int:
+        """Blocks of K and V in shared memory."""
+        return 2 if self.dq_apart else 1
 
     @property
     def dq_lanes(self) -> int:
         """Lanes of dQ in one reduce-add."""
-        return self.qk_dim // 2
+        return self.qk_dim if self.dq_apart else self.qk_dim // 2
 
     @property
     def dq_box(self) -> tuple[int, ...]:
         """What one reduce-add takes, in the axes of the accumulator's tensor map (`plans.py`)."""
-        if self.keys_in_registers:
-            return 1, 1, self.dq_rows, self.dq_lanes
-        return 1, self.dq_rows // 8, 4, 2, self.dq_lanes
+        return 1, self.block_m // 8, 4, 2, self.dq_lanes
+
+    @property
+    def dk_lanes(self) -> int:
+        """Lanes of dK in one store: a whole row, or what the buffers of dS hold."""
+        return self.qk_dim if self.dq_apart else self.block_m
+
+    @property
+    def registers(self) -> int:
+        """Per thread of the two warpgroups that hold dK and dV, after `setmaxnreg`."""
+        return 208 if self.dq_apart else 240
+
+    @property
+    def dq_registers(self) -> int:
+        """Per thread of the warpgroup, or warp, that adds dQ; the load warp has 24."""
+        return 72 if self.dq_apart else 24
 
     @property
     def max_registers(self) -> int:
-        """Per thread at launch: 8 compute warps (240 each after `setmaxnreg`) and a warpgroup for the load and dQ
-        warps."""
-        return 168
+        """Per thread at launch, of three or four warpgroups."""
+        return 128 if self.dq_apart else 168
 
 
 @dataclass(frozen=True)
@@ -286,30 +290,20 @@ class BackwardTile:
     block_n: int
     stages: int
     keys_in_registers: bool
+    dq_apart: bool
     early_scores: bool
-    looks_ahead: bool = False
-    rows_late: bool = False
 
 
-# TFLOP/s on an H100 80GB, bf16, 16k tokens, cuDNN 9.19 of the same run in brackets. Ratios: of variants that took turns
-# in one run, medians of twelve, which repeat to 0.2 % (docs/hopper.md).
-_BACKWARD_TILES: dict[tuple[int, int, bool], BackwardTile] = {
-    # (qk_dim, v_dim, masked)
-    # Causal 4k 430 (375), full 481 (441). With K^T in shared memory 417 and 470, with all three 373 and 414; with early
-    # scores 433 and 476. Since dS has two buffers causal 4k 451 (358), and 412 with one in the same run; with early
-    # scores 439. With 128 queries causal 4k the same, full 1k / 4k / 16k 1.02 / 1.03 / 1.04 times as fast.
-    (64, 64, True): BackwardTile(64, 128, stages=2, keys_in_registers=True, early_scores=False),
-    (64, 64, False): BackwardTile(128, 128, stages=2, keys_in_registers=False, early_scores=False, rows_late=True),
-    # Causal 4k 507 (449), full 574 (516); each with the other's `early_scores` 496 and 560. All with one buffer of dS,
-    # which is as fast as two: causal 4k 1.001 times, beside 1.007 and 1.020 of one and two when it looks ahead (1k
-    # 1.008, 16k 1.023; full 0.98 / 0.97 / 0.96, and at head_dim 64 0.92 to 0.96).
-    (128, 128, True): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=True, looks_ahead=True),
-    (128, 128, False): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=False),
-}
-
-_SOFTCAP_BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
-    # 128 queries, or keys in registers, would spill beside tanh.
-    (64, 64): BackwardTile(64, 128, stages=2, keys_in_registers=False, early_scores=False),
+# Ratios on an H100 80GB, bf16, 16k tokens: of variants that took turns in one run, medians of ten (docs/hopper.md).
+_BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
+    # (qk_dim, v_dim)
+    # Causal 4k / full 4k: 1.16 / 1.11 times as fast as two warpgroups with a barrier in every tile and a thread block
+    # for every block of keys, where 1.10 / 1.04 are dQ's own warpgroup; with early scores 1.14 / 1.05 (all with two
+    # stages). In another run causal 4k / 1k 1.16 / 1.13, with two stages 1.13 / 1.12.
+    (64, 64): BackwardTile(64, 128, stages=3, keys_in_registers=True, dq_apart=True, early_scores=False),
+    # Causal 4k / full 4k / causal 1k: 1.03 / 1.08 / 1.01 times as fast; without early scores 1.00 / 1.03 / 1.01. In
+    # another run causal 4k / 1k 1.02 / 1.00.
+    (128, 128): BackwardTile(64, 128, stages=2, keys_in_registers=False, dq_apart=False, early_scores=True),
 }
 
 _WIDE_QUERIES = Tile(128, 64, stages=2)
@@ -389,14 +383,14 @@ def backward_template(
 ) -> BackwardTemplate | None:
     """The backward instance for a problem; None when no row serves."""
     dims = _tile_dims(head_dim, v_head_dim)
-    tile = None if dims is None else _BACKWARD_TILES.get((*dims, mask != "none"))
+    tile = None if dims is None else _BACKWARD_TILES.get(dims)
     if dims is None or tile is None:
         return None
-    if softcap:
-        tile = _SOFTCAP_BACKWARD_TILES.get(dims, tile)
+    # Beside tanh, or what an order of additions needs to know of a mask, keys in registers would be spilled.
+    keys_in_registers = tile.keys_in_registers and not softcap and not (deterministic and mask != "none")
     return BackwardTemplate(
-        *dims, mask, softcap, deterministic, tile.block_m, tile.block_n, tile.stages, 8,
-        tile.keys_in_registers, tile.early_scores, tile.looks_ahead, tile.rows_late,
+        *dims, mask, softcap, deterministic, tile.block_m, tile.block_n, tile.stages, 4,
+        keys_in_registers, tile.dq_apart, tile.early_scores and not softcap,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import barriers
-from .backward_state import arrays_of_block, batch_and_head, hide, new_barriers, scores_layout
+from .backward_state import arrays_of_block, batch_and_head, batch_and_head_of, hide, new_barriers, scores_layout
 from .gluon_api import aggregate, partition_barrier, reinterpret, tma_load, tma_store, tma_store_wait
 from .scores import query_tiles, tanh
 
@@ -183,7 +183,7 @@ def values_partition(p, mem, T: gl.constexpr):
             capped = st
         if T.masked:  # noqa: SIM102 (decided at compile time; the next one is not)
             if (tile < clear_first) | (tile >= clear_last):
-                st = hide(st, tile, p, T)
+                st = hide(st, tile, batch_and_head(p)[0], p, T)
         pt = gl.exp2(st * scale - lse)
         barriers.arrive(Q_FREE + stage, _THREADS)
         operand = gl.convert_layout(pt.to(p.k.dtype), OPERAND, assert_trivial=True)
@@ -274,8 +274,9 @@ def wide_keys_kernel(
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
     block = gl.program_id(1)
+    b, kv = batch_and_head_of(kv_heads)
     row_low, row_high, labels, ranges = arrays_of_block(
-        row_low, row_high, labels, ranges, kv_heads, (rows_stride, ranges_stride), seq_q, seq_k, T
+        row_low, row_high, labels, ranges, b, kv, gl.num_programs(1), (rows_stride, ranges_stride), seq_q, seq_k, T
     )
     mem = Shared(
         tile_q, tile_do, tile_k, reinterpret(tile_dk, q.dtype, V_SHAPE, v.layout), tile_p,

@@ -107,6 +107,31 @@ def test_long_causal(name: str, device: torch.device) -> None:
     assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full_more_keys", "top_left_fewer_queries", "window_100_causal", "documents_rows_see_nothing",
+        "segments_any_order", "heads_random", "bias", "softcap_30",
+    ],
+)  # fmt: skip
+def test_few_thread_blocks(name: str, dim: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """As on three multiprocessors: each thread block draws many blocks of keys, also such that no query sees."""
+    from fusion_pass.kernels.hopper import plans
+
+    caches = plans.forward_plan, plans.backward_plan, plans.parts_of
+    monkeypatch.setattr(plans, "_multiprocessors", lambda _device: 3)
+    inputs = make_inputs(dataclasses.replace(CASES[name], head_dim=dim, value_dim=dim), torch.bfloat16, device)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        for deterministic in (False, True):
+            assert_no_worse_than_eager(inputs, torch.bfloat16, run(inputs, torch.bfloat16, deterministic=deterministic))
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_heads(name: str, deterministic: bool, device: torch.device) -> None:
