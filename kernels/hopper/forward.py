@@ -7,7 +7,7 @@ A thread block is `warpgroups` consumer partitions of 64 queries each and a load
     consumer w, block j, one thread block a multiprocessor
         S_j = Q K_j^T              issued together with
         O  += P_{j-1} V_{j-1}      so that the tensor cores work while the softmax of the block before is computed
-        P_j = exp2(S_j scale - max),  O and the row sum rescaled
+        P_j = exp2(S_j scale - reference),  O and the row sum rescaled where a reference moved (`forward_softmax.py`)
     between tiles: the first S of the next tile is issued before the last P V of this one; with one buffer for Q
     (above head_dim 128) the next Q is loaded while the last P V is computed and O is written.
     consumer w, block j, two thread blocks a multiprocessor (`T.programs`)

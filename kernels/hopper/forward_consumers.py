@@ -10,20 +10,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import barriers
+from .forward_softmax import first_probabilities, rescaled, row_sums
 from .forward_state import FREE, announced, limits, out_layout, scores_layout, zeros, zeros_of_rows
 from .forward_steps import (
     as_operand,
     attend,
     attend_in_turn,
+    await_blocks,
     finish,
     first_block,
-    first_probabilities,
     kept_q,
     last_values,
-    of_out,
     pass_turn,
     rounded,
-    row_sums,
     seen_blocks,
     start_scores,
     take_turn,
@@ -41,6 +40,32 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def own_rows(row0, b, h, first, last, clear_last, use, p, mem, w: gl.constexpr, T: gl.constexpr):
+    """What a warpgroup does of a tile: (its first row, `limits` of its rows, last, clear_last, use), see
+    `seen_blocks`."""
+    row0 += w * 64
+    last, clear_last, use = seen_blocks(row0, first, last, clear_last, use, p, mem, w, T)
+    return row0, limits(row0, b, h, p, T), last, clear_last, use
+
+
+# ---------------------------------------------------------------------------------------------------- overlapped
+
+
+@gluon.jit
+def attend_blocks(
+    end, begin, use, first, q, slot, acc, reference, total, factor, pairs, rows, p, mem,
+    w: gl.constexpr, T: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """`attend` to the blocks `[begin, end)`, the last one first."""
+    for back in range(end - begin):
+        acc, reference, total, factor, pairs = attend(
+            use, end - 1 - back, first, q, slot, acc, reference, total, factor, pairs, rows, p, mem, w, T, MASKED
+        )
+        use += 1
+    return use, acc, reference, total, factor, pairs
+
+
+@gluon.jit
 def consumer_overlapped(p, mem, w: gl.constexpr, T: gl.constexpr):
     """The scores of a block are computed beside the product of the block before with V, those of a tile's first block
     beside the last product of the tile before."""
@@ -48,74 +73,104 @@ def consumer_overlapped(p, mem, w: gl.constexpr, T: gl.constexpr):
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
     turn = gl.to_tensor(0)
     row0, b, h, first, last, clear_first, clear_last = announced(turn, mem)
-    row0 += w * 64
-    rows = limits(row0, b, h, p, T)
-    mbarrier.wait(mem.q_full.index(w), 0)
     if T.pingpong:  # noqa: SIM102 (decided at compile time; the next one is not)
         if w == T.warpgroups - 1:
             pass_turn(w, T)  # opens the first turn of warpgroup 0
-    last, clear_last, use = seen_blocks(row0, first, last, clear_last, turn, p, mem, w, T)
-    stage = use % T.stages
-    mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
-    q, maximum, total, pairs = first_block(w, stage, last - 1, rows, p, mem, w, T)
-    rescale = zeros_of_rows(T) + 1.0
+    row0, rows, last, clear_last, use = own_rows(row0, b, h, first, last, clear_last, turn, p, mem, w, T)
+    q, reference, total, pairs = first_block(w, turn, use, last - 1, rows, p, mem, w, T)
+    factor = zeros_of_rows(T) + 1.0
     acc = zeros(T.v_dim, OUT)
     use += 1
     while row0 >= 0:
+        if T.looks_ahead:
+            await_blocks(use - 1, last - 1 > first, mem, T)
         slot = (turn % T.q_buffers) * T.warpgroups + w
         if T.masked:
             clear_last = gl.minimum(clear_last, last - 1)
             clear_first = gl.minimum(clear_first, clear_last)
-            for back in range(1, last - clear_last):
-                acc, maximum, total, rescale, pairs = attend(
-                    use, last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
-                    rows, p, mem, w, T, True,
-                )  # fmt: skip
-                use += 1
-            for back in range(clear_last - clear_first):
-                acc, maximum, total, rescale, pairs = attend(
-                    use, clear_last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
-                    rows, p, mem, w, T, False,
-                )  # fmt: skip
-                use += 1
+            use, acc, reference, total, factor, pairs = attend_blocks(
+                last - 1,
+                clear_last,
+                use,
+                first,
+                q,
+                slot,
+                acc,
+                reference,
+                total,
+                factor,
+                pairs,
+                rows,
+                p,
+                mem,
+                w,
+                T,
+                True,
+            )
+            use, acc, reference, total, factor, pairs = attend_blocks(
+                clear_last,
+                clear_first,
+                use,
+                first,
+                q,
+                slot,
+                acc,
+                reference,
+                total,
+                factor,
+                pairs,
+                rows,
+                p,
+                mem,
+                w,
+                T,
+                False,
+            )
             if T.left_limit:
-                for back in range(clear_first - first):
-                    acc, maximum, total, rescale, pairs = attend(
-                        use, clear_first - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
-                        rows, p, mem, w, T, True,
-                    )  # fmt: skip
-                    use += 1
+                use, acc, reference, total, factor, pairs = attend_blocks(
+                    clear_first,
+                    first,
+                    use,
+                    first,
+                    q,
+                    slot,
+                    acc,
+                    reference,
+                    total,
+                    factor,
+                    pairs,
+                    rows,
+                    p,
+                    mem,
+                    w,
+                    T,
+                    True,
+                )
         else:
-            for back in range(1, last - first):
-                acc, maximum, total, rescale, pairs = attend(
-                    use, last - 1 - back, q, slot, acc, maximum, total, rescale, pairs,
-                    rows, p, mem, w, T, False,
-                )  # fmt: skip
-                use += 1
+            use, acc, reference, total, factor, pairs = attend_blocks(
+                last - 1, first, use, first, q, slot, acc, reference, total, factor, pairs, rows, p, mem, w, T, False
+            )
         mbarrier.arrive(mem.q_free.index(slot), count=1)
         turn += 1
         next_row0, next_b, next_h, first, last, clear_first, clear_last = announced(turn, mem)
         if T.q_buffers == 1:
             # Q is loaded while the last product is computed and O is written.
-            acc = last_values(use, acc, rescale, pairs, p, mem, T)
-            finish(acc, maximum, total, row0, b, h, p, mem, w, T)
+            acc = last_values(use, acc, factor, pairs, p, mem, T)
+            finish(acc, reference, total, row0, b, h, p, mem, w, T)
             if next_row0 >= 0:
-                next_row0 += w * 64
-                rows = limits(next_row0, next_b, next_h, p, T)
-                last, clear_last, use = seen_blocks(next_row0, first, last, clear_last, use, p, mem, w, T)
-                stage = use % T.stages
-                mbarrier.wait(mem.q_full.index(w), turn & 1)
-                mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
-                q, maximum, total, pairs = first_block(w, stage, last - 1, rows, p, mem, w, T)
-                rescale = zeros_of_rows(T) + 1.0
+                next_row0, rows, last, clear_last, use = own_rows(
+                    next_row0, next_b, next_h, first, last, clear_last, use, p, mem, w, T
+                )
+                q, reference, total, pairs = first_block(w, turn, use, last - 1, rows, p, mem, w, T)
+                factor = zeros_of_rows(T) + 1.0
                 acc = zeros(T.v_dim, OUT)
                 use += 1
         elif next_row0 >= 0:
             use_before = use - 1
             before = use_before % T.stages
-            next_row0 += w * 64
-            rows = limits(next_row0, next_b, next_h, p, T)
-            last, clear_last, use = seen_blocks(next_row0, first, last, clear_last, use, p, mem, w, T)
+            next_row0, rows, last, clear_last, use = own_rows(
+                next_row0, next_b, next_h, first, last, clear_last, use, p, mem, w, T
+            )
             stage = use % T.stages
             slot = (turn % T.q_buffers) * T.warpgroups + w
             mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
@@ -124,31 +179,49 @@ def consumer_overlapped(p, mem, w: gl.constexpr, T: gl.constexpr):
             take_turn(w, T)
             s = start_scores(q, slot, stage, mem, T)
             if T.rescale_late:
-                acc = acc * of_out(rescale, T)
-                rescale = zeros_of_rows(T) + 1.0
-            mbarrier.wait(mem.v_full.index(before), (use_before // T.stages) & 1)
+                acc = rescaled(acc, factor, T)
+                factor = zeros_of_rows(T) + 1.0
+            if not T.looks_ahead:
+                mbarrier.wait(mem.v_full.index(before), (use_before // T.stages) & 1)
             operand = as_operand(pairs, p, T)
             acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
             pass_turn(w, T)
             s = warpgroup_mma_wait(1, (s,))
             barriers.arrive(FREE + stage, THREADS)
-            probabilities, next_maximum, next_total = first_probabilities(s, last - 1, rows, p, T)
+            probabilities, next_reference, next_total = first_probabilities(s, last - 1, rows, p, T)
             acc, operand = warpgroup_mma_wait(0, (acc, operand))
             barriers.arrive(FREE + T.stages + before, THREADS)
             pairs = rounded(probabilities, p, T)
-            finish(acc, maximum, total, row0, b, h, p, mem, w, T)
+            finish(acc, reference, total, row0, b, h, p, mem, w, T)
             acc = zeros(T.v_dim, OUT)
-            maximum = next_maximum
+            reference = next_reference
             total = next_total
             use += 1
         else:
-            acc = last_values(use, acc, rescale, pairs, p, mem, T)
-            finish(acc, maximum, total, row0, b, h, p, mem, w, T)
+            acc = last_values(use, acc, factor, pairs, p, mem, T)
+            finish(acc, reference, total, row0, b, h, p, mem, w, T)
         row0 = next_row0
         b = next_b
         h = next_h
     if T.store_by_tma:
         tma_store_wait(0)
+
+
+# ---------------------------------------------------------------------------------------------------- in turn
+
+
+@gluon.jit
+def attend_blocks_in_turn(
+    end, begin, use, q, slot, acc, reference, total, rows, p, mem,
+    w: gl.constexpr, T: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """`attend_in_turn` to the blocks `[begin, end)`, the last one first."""
+    for back in range(end - begin):
+        acc, reference, total = attend_in_turn(
+            use, end - 1 - back, q, slot, acc, reference, total, rows, p, mem, w, T, MASKED
+        )
+        use += 1
+    return use, acc, reference, total
 
 
 @gluon.jit
@@ -161,33 +234,25 @@ def consumer_in_turn(p, mem, w: gl.constexpr, T: gl.constexpr):
     use = gl.to_tensor(0)
     row0, b, h, first, last, clear_first, clear_last = announced(turn, mem)
     while row0 >= 0:
-        row0 += w * 64
-        rows = limits(row0, b, h, p, T)
-        last, clear_last, use = seen_blocks(row0, first, last, clear_last, use, p, mem, w, T)
+        row0, rows, last, clear_last, use = own_rows(row0, b, h, first, last, clear_last, use, p, mem, w, T)
         slot = (turn & 1) * T.warpgroups + w
         mbarrier.wait(mem.q_full.index(slot), (turn >> 1) & 1)
         q = kept_q(mem, slot, T)
         acc = zeros(T.v_dim, out_layout(T))
-        maximum = zeros_of_rows(T) + float("-inf")
+        reference = zeros_of_rows(T) + float("-inf")
         total = gl.zeros((64, 4), gl.float32, SUMS)
-        for back in range(last - clear_last):
-            acc, maximum, total = attend_in_turn(
-                use, last - 1 - back, q, slot, acc, maximum, total, rows, p, mem, w, T, True
-            )
-            use += 1
-        for back in range(clear_last - clear_first):
-            acc, maximum, total = attend_in_turn(
-                use, clear_last - 1 - back, q, slot, acc, maximum, total, rows, p, mem, w, T, False
-            )
-            use += 1
+        use, acc, reference, total = attend_blocks_in_turn(
+            last, clear_last, use, q, slot, acc, reference, total, rows, p, mem, w, T, True
+        )
+        use, acc, reference, total = attend_blocks_in_turn(
+            clear_last, clear_first, use, q, slot, acc, reference, total, rows, p, mem, w, T, False
+        )
         if T.left_limit:
-            for back in range(clear_first - first):
-                acc, maximum, total = attend_in_turn(
-                    use, clear_first - 1 - back, q, slot, acc, maximum, total, rows, p, mem, w, T, True
-                )
-                use += 1
+            use, acc, reference, total = attend_blocks_in_turn(
+                clear_first, first, use, q, slot, acc, reference, total, rows, p, mem, w, T, True
+            )
         mbarrier.arrive(mem.q_free.index(slot), count=1)
-        finish(acc, maximum, total, row0, b, h, p, mem, w, T)
+        finish(acc, reference, total, row0, b, h, p, mem, w, T)
         turn += 1
         row0, b, h, first, last, clear_first, clear_last = announced(turn, mem)
     if T.store_by_tma:

@@ -142,6 +142,12 @@ def zeros_of_rows(T: gl.constexpr):
     return gl.zeros((64,), gl.float32, LAYOUT)
 
 
+@gluon.jit
+def of_out(factor, T: gl.constexpr):
+    """A factor for every row, in the layout of O."""
+    return gl.convert_layout(factor, gl.SliceLayout(1, out_layout(T)), assert_trivial=True)[:, None]
+
+
 # ---------------------------------------------------------------------------------------------------- which tile
 
 

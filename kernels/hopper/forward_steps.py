@@ -10,9 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import barriers
-from .forward_state import FREE, hide_keys, out_layout, scores_layout, unshifted, zeros
+from .forward_softmax import first_probabilities, rescaled, scores, soften
+from .forward_state import FREE, of_out, out_layout, scores_layout, unshifted, zeros
 from .gluon_api import tma_store, tma_store_wait
-from .scores import blocks_up_to_limit, clamp, tanh
+from .scores import blocks_up_to_limit, clamp
 
 
 @gluon.jit
@@ -25,52 +26,6 @@ def take_turn(w: gl.constexpr, T: gl.constexpr):
 def pass_turn(w: gl.constexpr, T: gl.constexpr):
     if T.pingpong:
         barriers.arrive(FREE + 2 * T.stages + (w + 1) % T.warpgroups, 256)
-
-
-@gluon.jit
-def row_sums(x):
-    """Sum over the columns that a thread holds; the four threads of a row are summed once, at the end of the tile."""
-    return gl.sum(gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def scores(s, block, rows, p, T: gl.constexpr, MASKED: gl.constexpr):
-    """Softcap, then the mask: in units of `p.scale`, which turns them into exponents of 2."""
-    if T.softcap:
-        s = tanh(s * p.cap_scale)
-    if MASKED:
-        s = hide_keys(s, block, rows, p, T)
-    return s
-
-
-@gluon.jit
-def finite(maximum, MASKED: gl.constexpr):
-    """The maximum to subtract: 0 for a row that has seen no key, whose -inf would make NaN of -inf - -inf."""
-    if MASKED:
-        return gl.where(maximum == float("-inf"), 0.0, maximum)
-    else:
-        return maximum
-
-
-@gluon.jit
-def first_probabilities(s, block, rows, p, T: gl.constexpr):
-    s = scores(s, block, rows, p, T, T.masked)
-    maximum = gl.max(s, 1)
-    shift = finite(maximum, T.masked) * p.scale
-    probabilities = gl.exp2(s * p.scale - shift[:, None])
-    return probabilities, maximum, row_sums(probabilities)
-
-
-@gluon.jit
-def soften(s, maximum, total, p, MASKED: gl.constexpr):
-    """Probabilities of a block's scores, and what becomes of the maxima and sums of the rows: (P, maximum, total, the
-    factor that O lacks)."""
-    new_maximum = gl.maximum(maximum, gl.max(s, 1))
-    shift = finite(new_maximum, MASKED)
-    rescale = gl.exp2((maximum - shift) * p.scale)
-    probabilities = gl.exp2(s * p.scale - (shift * p.scale)[:, None])
-    of_total = gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None]
-    return probabilities, new_maximum, total * of_total + row_sums(probabilities), rescale
 
 
 @gluon.jit
@@ -120,26 +75,30 @@ def start_scores(q, slot, stage, mem, T: gl.constexpr):
 
 
 @gluon.jit
-def of_out(factor, T: gl.constexpr):
-    """A factor for every row, in the layout of O."""
-    return gl.convert_layout(factor, gl.SliceLayout(1, out_layout(T)), assert_trivial=True)[:, None]
+def v_block(mem, stage, T: gl.constexpr):
+    return mem.v.index(stage).reshape([T.block_n, T.v_dim])
 
 
 @gluon.jit
-def v_block(mem, stage, T: gl.constexpr):
-    return mem.v.index(stage).reshape([T.block_n, T.v_dim])
+def await_blocks(use, more, mem, T: gl.constexpr):
+    """Wait for V of a block, and for K of the next one if there are `more`."""
+    after = use + 1
+    if more:
+        mbarrier.wait(mem.k_full.index(after % T.stages), (after // T.stages) & 1)
+    mbarrier.wait(mem.v_full.index(use % T.stages), (use // T.stages) & 1)
 
 
 @gluon.jit
 def attend(
     use,
     block,
+    first,
     q,
     slot,
     acc,
-    maximum,
+    reference,
     total,
-    rescale,
+    factor,
     pairs,
     rows,
     p,
@@ -150,37 +109,42 @@ def attend(
 ):
     """One block of keys: its scores, and the product of the block before with V.
 
-    `rescale`: with `T.rescale_late`, the factor that O still lacks before that product.
+    `first`: the tile's last block to come. `factor`: with `T.rescale_late`, the factor that O still lacks before that
+    product.
     """
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
     stage = use % T.stages
     before = (use - 1) % T.stages
-    mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+    if not T.looks_ahead:
+        mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
     take_turn(w, T)
     s = start_scores(q, slot, stage, mem, T)
     if T.rescale_late:
-        acc = acc * of_out(rescale, T)
-    mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
+        acc = rescaled(acc, factor, T)
+    if not T.looks_ahead:
+        mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
     operand = as_operand(pairs, p, T)
     acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
     pass_turn(w, T)
+    if T.looks_ahead:
+        await_blocks(use, block > first, mem, T)
     s = warpgroup_mma_wait(1, (s,))
     barriers.arrive(FREE + stage, THREADS)
     s = scores(s, block, rows, p, T, MASKED)
-    probabilities, new_maximum, total, rescale = soften(s, maximum, total, p, MASKED)
+    probabilities, reference, total, factor = soften(s, reference, total, p, T, MASKED)
     # The operand is a dependence of the wait: its registers must not be reused while the product reads them
     # (docs/hopper.md, hazards).
     acc, operand = warpgroup_mma_wait(0, (acc, operand))
     barriers.arrive(FREE + T.stages + before, THREADS)
     pairs = rounded(probabilities, p, T)
     if not T.rescale_late:
-        acc = acc * of_out(rescale, T)
-    return acc, new_maximum, total, rescale, pairs
+        acc = rescaled(acc, factor, T)
+    return acc, reference, total, factor, pairs
 
 
 @gluon.jit
 def attend_in_turn(
-    use, block, q, slot, acc, maximum, total, rows, p, mem, w: gl.constexpr, T: gl.constexpr, MASKED: gl.constexpr
+    use, block, q, slot, acc, reference, total, rows, p, mem, w: gl.constexpr, T: gl.constexpr, MASKED: gl.constexpr
 ):
     """One block of keys, one product after the other."""
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
@@ -191,24 +155,25 @@ def attend_in_turn(
     s = warpgroup_mma_wait(0, (s,))
     barriers.arrive(FREE + stage, THREADS)
     s = scores(s, block, rows, p, T, MASKED)
-    probabilities, new_maximum, total, rescale = soften(s, maximum, total, p, MASKED)
-    acc = acc * of_out(rescale, T)
+    probabilities, reference, total, factor = soften(s, reference, total, p, T, MASKED)
+    acc = rescaled(acc, factor, T)
     operand = as_operand(rounded(probabilities, p, T), p, T)
     mbarrier.wait(mem.v_full.index(stage), phase)
     acc = warpgroup_mma(operand, v_block(mem, stage, T), acc, is_async=True)
     acc, operand = warpgroup_mma_wait(0, (acc, operand))
     barriers.arrive(FREE + T.stages + stage, THREADS)
-    return acc, new_maximum, total
+    return acc, reference, total
 
 
 @gluon.jit
-def last_values(use, acc, rescale, pairs, p, mem, T: gl.constexpr):
+def last_values(use, acc, factor, pairs, p, mem, T: gl.constexpr):
     """The product of a tile's last block with V."""
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
     before = (use - 1) % T.stages
-    mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
+    if not T.looks_ahead:
+        mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
     if T.rescale_late:
-        acc = acc * of_out(rescale, T)
+        acc = rescaled(acc, factor, T)
     operand = as_operand(pairs, p, T)
     acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
     acc, operand = warpgroup_mma_wait(0, (acc, operand))
@@ -217,17 +182,20 @@ def last_values(use, acc, rescale, pairs, p, mem, T: gl.constexpr):
 
 
 @gluon.jit
-def first_block(slot, stage, block, rows, p, mem, w: gl.constexpr, T: gl.constexpr):
-    """A tile's first block of keys: its scores and probabilities."""
+def first_block(slot, turn, use, block, rows, p, mem, w: gl.constexpr, T: gl.constexpr):
+    """A tile's first block of keys, once its K and the tile's Q have come: its scores and probabilities."""
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
+    stage = use % T.stages
+    mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
+    mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
     q = kept_q(mem, slot, T)
     take_turn(w, T)
     s = start_scores(q, slot, stage, mem, T)
     pass_turn(w, T)
     s = warpgroup_mma_wait(0, (s,))
     barriers.arrive(FREE + stage, THREADS)
-    probabilities, maximum, total = first_probabilities(s, block, rows, p, T)
-    return q, maximum, total, rounded(probabilities, p, T)
+    probabilities, reference, total = first_probabilities(s, block, rows, p, T)
+    return q, reference, total, rounded(probabilities, p, T)
 
 
 @gluon.jit
@@ -242,12 +210,12 @@ def store_lanes(out, coord, seq_q, p, mem, w: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, maximum, total, row0, b, h, p, mem, w: gl.constexpr, T: gl.constexpr):
+def finish(acc, reference, total, row0, b, h, p, mem, w: gl.constexpr, T: gl.constexpr):
     """Normalise a tile, write O and LSE. A row that saw no key is 0 with LSE -inf."""
     LAYOUT: gl.constexpr = scores_layout(T)
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    top = maximum * p.scale
+    top = reference * p.scale
     if T.sinks:
         sink = gl.load(p.sinks + h) * 1.4426950408889634
         largest = gl.maximum(top, sink)

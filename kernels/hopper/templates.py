@@ -83,10 +83,15 @@ class ForwardTemplate(Template):
     """Lanes of O in its shared memory buffer: all, or half at a time where there is no room."""
     rescale_late: bool
     """O is rescaled while the next scores are computed, not before they are issued."""
+    rescale_above: float
+    """From 0 on: O is rescaled in a branch, when a row's maximum has grown by more than so much, in exponents of 2.
+    Below: always."""
     keep_q: bool
     """The first slice of Q stays in registers."""
     skip_hidden: bool
     """A warpgroup skips the tile's last block of keys if none of its own 64 rows sees it (`right` only)."""
+    looks_ahead: bool
+    """That the next K and V have come is found while a product is computed, not before the next one is issued."""
     programs: int
     """Thread blocks a multiprocessor. 1: the scores of a block are computed beside the product of the block before with
     V. 2: one after the other, in half of the registers, and what one thread block waits for the other fills."""
@@ -220,8 +225,10 @@ class Tile:
     o_lanes: int = 0
     """0: all at once."""
     rescale_late: bool = False
+    rescale_above: float = -1.0
     keep_q: bool = False
     skip_hidden: bool = False
+    looks_ahead: bool = False
     programs: int = 1
 
 
@@ -240,18 +247,21 @@ _WIDE_FORWARD = Tile(
 # TFLOP/s on an H100 80GB, bf16, 16k tokens, hidden size 2048, all of a row in one run with cuDNN 9.19 (docs/hopper.md).
 _FORWARD_TILES: dict[tuple[int, int, bool], Tile] = {
     # (qk_dim, v_dim, keys differ from tile to tile)
-    # Causal 2k / 4k: 445 / 456, cuDNN 398 / 405; with three warpgroups 449 at 4k.
-    (64, 64, True): Tile(128, 128, stages=3, pingpong=False),
-    # Full 4k / 16k: 508 / 532, cuDNN 438 / 450; with two warpgroups 483 / 500. A kernel of the family that ptxas 12.8
-    # miscompiles (docs/hopper.md, hazards).
-    (64, 64, False): Tile(192, 128, stages=2),
+    # Causal 2k / 4k: 445 / 456, cuDNN 398 / 405; with three warpgroups 449 at 4k. Looking ahead 1.006 times.
+    (64, 64, True): Tile(128, 128, stages=3, pingpong=False, looks_ahead=True),
+    # Full 4k / 16k: 508 / 532, cuDNN 438 / 450; with two warpgroups 483 / 500. Looking ahead, and rescaling in a
+    # branch, 1.025 times at 16k. A kernel of the family that ptxas 12.8 miscompiles (docs/hopper.md, hazards).
+    (64, 64, False): Tile(192, 128, stages=3, rescale_above=0.0, looks_ahead=True),
     # Causal 1k / 4k / 16k: 433 / 633 / 741, cuDNN 419 / 525 / 638; with 64 keys a block 424 / 528 for 421 / 603.
-    (128, 128, True): Tile(128, 128, stages=2, pingpong=False),
-    # Full 1k / 4k: 572 / 684, cuDNN 533 / 581; with pingpong 576 / 656, and without the counter 576 / 653.
-    (128, 128, False): Tile(128, 128, stages=2, pingpong=False),
-    # Causal 1k / 4k: 489 / 674, cuDNN 403 / 514. Full 4k: 756, cuDNN 583; without pingpong 736.
-    (192, 128, True): Tile(128, 128, stages=2, q_buffers=1, qk_lanes=64, o_lanes=64),
-    (192, 128, False): Tile(128, 128, stages=2, q_buffers=1, qk_lanes=64, o_lanes=64),
+    # Rescaling above 8 1.000 / 1.031 / 1.050 times, above 0 at 4k 0.988.
+    (128, 128, True): Tile(128, 128, stages=2, pingpong=False, rescale_above=8.0),
+    # Full 1k / 4k: 572 / 684, cuDNN 533 / 581; with pingpong 576 / 656, and without the counter 576 / 653. Rescaling
+    # above 8 at 4k 1.042 times, above 0 1.005.
+    (128, 128, False): Tile(128, 128, stages=2, pingpong=False, rescale_above=8.0),
+    # Causal 1k / 4k: 489 / 674, cuDNN 403 / 514. Full 4k: 756, cuDNN 583; without pingpong 736. Rescaling above 8,
+    # causal 4k, 1.018 times.
+    (192, 128, True): Tile(128, 128, stages=2, q_buffers=1, qk_lanes=64, o_lanes=64, rescale_above=8.0),
+    (192, 128, False): Tile(128, 128, stages=2, q_buffers=1, qk_lanes=64, o_lanes=64, rescale_above=8.0),
     (256, 128, True): Tile(128, 64, stages=2, q_buffers=1, store_by_tma=False),
     (256, 128, False): Tile(128, 64, stages=2, q_buffers=1, store_by_tma=False, dynamic=False),
     # Causal 1k / 4k / 16k: 449 / 629 / 686, cuDNN 426 / 506 / 542. Full: 629 / 723 / 774, cuDNN 575 / 619 / 639; with
@@ -262,8 +272,9 @@ _FORWARD_TILES: dict[tuple[int, int, bool], Tile] = {
 
 _SHORT_FORWARD_TILES: dict[tuple[int, int], tuple[int, Tile]] = {
     # (qk_dim, v_dim): up to so many queries, where the keys do not differ from tile to tile.
-    # Full 1k: 448, cuDNN 397; with three warpgroups 426, for 192 rows divide 1024 badly.
-    (64, 64): (1536, Tile(128, 128, stages=3, dynamic=False, pingpong=False)),
+    # Full 1k: 448, cuDNN 397; with three warpgroups 426, for 192 rows divide 1024 badly. Rescaling above 8 1.068
+    # times.
+    (64, 64): (1536, Tile(128, 128, stages=3, dynamic=False, pingpong=False, rescale_above=8.0)),
 }
 
 _SHORT_CAUSAL_TILES: dict[tuple[int, int], tuple[int, int, Tile]] = {
@@ -277,8 +288,8 @@ _SHORT_CAUSAL_TILES: dict[tuple[int, int], tuple[int, int, Tile]] = {
 _LONG_CAUSAL_TILES: dict[tuple[int, int], tuple[int, Tile]] = {
     # (qk_dim, v_dim): from so many queries on, under mask `right` where the keys differ from tile to tile.
     # Causal 8k / 16k: 537 / 529, of the tile of two warpgroups 509 at 8k, cuDNN 440 / 423; without `skip_hidden`
-    # 508 for 517 at 16k.
-    (64, 64): (8192, Tile(192, 128, stages=2, skip_hidden=True)),
+    # 508 for 517 at 16k. Looking ahead, and rescaling in a branch, 1.03 times at 16k.
+    (64, 64): (8192, Tile(192, 128, stages=3, rescale_above=0.0, skip_hidden=True, looks_ahead=True)),
 }
 
 
@@ -371,9 +382,12 @@ def forward_template(
         tile.qk_lanes or dims[0],
         tile.o_lanes or dims[1],
         tile.rescale_late,
+        # Beside the numbers of a mask the branch's registers are spilled.
+        -1.0 if mask.startswith("values") else tile.rescale_above,
         # What labels and bits need to be compared takes the registers of Q.
         tile.keep_q and mask not in ("segments", "bits", "values", "values32"),
         tile.skip_hidden,
+        tile.looks_ahead,
         tile.programs,
     )
 
