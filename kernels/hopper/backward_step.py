@@ -80,7 +80,7 @@ def _begin(turn, mem, w: gl.constexpr, T: gl.constexpr):
     at = _slot(turn, w, T)
     mbarrier.wait(mem.kv_full.index(at), (turn // T.key_slots) & 1)
     if T.dq_apart:
-        k, v = left_operands(at, mem, T)
+        k, v = _left_operands(at, mem, T)
         if T.keys_in_registers:
             OPERAND: gl.constexpr = gl.DotOperandLayout(0, scores_layout(T), 2)
             k = k.load(OPERAND)
@@ -92,7 +92,7 @@ def _begin(turn, mem, w: gl.constexpr, T: gl.constexpr):
         # As if there had been a tile before the first: dS in the second buffer, and nothing left to read in the first.
         barriers.arrive(DS_FREE + 1 - w, PAIR)
         barriers.arrive(DS_FULL + 2 + w, PAIR)
-        return left_operands(at, mem, T)
+        return _left_operands(at, mem, T)
 
 
 @gluon.jit
@@ -141,7 +141,7 @@ def _store(dk, dv, b, kv, key0, p, mem, w: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def left_operands(at, mem, T: gl.constexpr):
+def _left_operands(at, mem, T: gl.constexpr):
     """K and V in shared memory."""
     at = hidden(at)
     return mem.k.index(at).reshape([64, T.qk_dim]), mem.v.index(at).reshape([64, T.v_dim])
@@ -174,7 +174,7 @@ def step(
     stage = use % T.stages
     odd = (use if T.dq_apart else i) % 2
     buffer = 2 * odd + w
-    k, v = operands if T.keys_in_registers else left_operands(_slot(turn, w, T), mem, T)
+    k, v = operands if T.keys_in_registers else _left_operands(_slot(turn, w, T), mem, T)
     q = mem.q.index(stage).reshape([BLOCK_M, T.qk_dim])
     do = mem.do.index(stage).reshape([BLOCK_M, T.v_dim])
     if not T.early_scores:

@@ -35,14 +35,6 @@ def arrive(barrier, threads: gl.constexpr):
 
 
 @gluon.jit
-def warpgroup_index():
-    """This thread's warpgroup of the default partition, for the barriers that each of them has to itself. To be asked
-    once: reading the thread's index takes longer than a barrier."""
-    ASM: gl.constexpr = "{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 7; }"
-    return gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def bulk_writes_done():
     """Wait until the bulk copies of this thread are written, not only read from shared memory, and order them before
     what follows.
