@@ -89,63 +89,18 @@ def consumer_overlapped(p, mem, w: gl.constexpr, T: gl.constexpr):
             clear_last = gl.minimum(clear_last, last - 1)
             clear_first = gl.minimum(clear_first, clear_last)
             use, acc, reference, total, factor, pairs = attend_blocks(
-                last - 1,
-                clear_last,
-                use,
-                first,
-                q,
-                slot,
-                acc,
-                reference,
-                total,
-                factor,
-                pairs,
-                rows,
-                p,
-                mem,
-                w,
-                T,
-                True,
-            )
+                last - 1, clear_last, use, first, q, slot, acc, reference, total, factor, pairs,
+                rows, p, mem, w, T, True,
+            )  # fmt: skip
             use, acc, reference, total, factor, pairs = attend_blocks(
-                clear_last,
-                clear_first,
-                use,
-                first,
-                q,
-                slot,
-                acc,
-                reference,
-                total,
-                factor,
-                pairs,
-                rows,
-                p,
-                mem,
-                w,
-                T,
-                False,
-            )
+                clear_last, clear_first, use, first, q, slot, acc, reference, total, factor, pairs,
+                rows, p, mem, w, T, False,
+            )  # fmt: skip
             if T.left_limit:
                 use, acc, reference, total, factor, pairs = attend_blocks(
-                    clear_first,
-                    first,
-                    use,
-                    first,
-                    q,
-                    slot,
-                    acc,
-                    reference,
-                    total,
-                    factor,
-                    pairs,
-                    rows,
-                    p,
-                    mem,
-                    w,
-                    T,
-                    True,
-                )
+                    clear_first, first, use, first, q, slot, acc, reference, total, factor, pairs,
+                    rows, p, mem, w, T, True,
+                )  # fmt: skip
         else:
             use, acc, reference, total, factor, pairs = attend_blocks(
                 last - 1, first, use, first, q, slot, acc, reference, total, factor, pairs, rows, p, mem, w, T, False

@@ -122,10 +122,11 @@ def test_maxima_that_grow(dim: int, value_dim: int, causal: str, device: torch.d
     with poisoned_memory():
         problem = problem_of(inputs.q, inputs.k, inputs.v, **inputs.conditions)  # type: ignore[arg-type]
         out, lse = launch.forward(problem, "bshd")
-    oracle = run_eager(inputs, torch.float64).values
+    oracle, eager = run_eager(inputs, torch.float64).values, run_eager(inputs, torch.bfloat16).values
     # Eager, which rounds the scores, is off by 1.7 and 2.4 eps; P and the result, each rounded, by a quarter of one.
     assert (out - oracle["out"]).norm() <= torch.finfo(torch.bfloat16).eps / 3 * oracle["out"].norm()
-    torch.testing.assert_close(lse.double(), oracle["lse"], rtol=1e-5, atol=1e-4)
+    # And its lse by 0.12 to 0.28 in some row; ours is of scores that nothing rounded to 16 bits.
+    assert (lse - oracle["lse"]).abs().max() <= (eager["lse"] - oracle["lse"]).abs().max() / 100
 
 
 @pytest.mark.parametrize("dim", [64, 128])
