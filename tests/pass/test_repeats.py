@@ -76,7 +76,7 @@ def test_the_work_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch)
 # --- what tells two places apart --------------------------------------------------------------------------------------
 
 
-def is_repeat(first: Callable[..., torch.Tensor], second: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> bool:
+def is_repeat(first: Callable[..., Any], second: Callable[..., Any], *inputs: torch.Tensor) -> bool:
     """Whether the place that ends in the last `rsqrt` is a repeat of the one that ends in the first: compared on its
     own, and behind another repeat, whose comparison is then repeated. `inputs`: x of the first, y and w of the last; w
     of the first if it is another."""
@@ -202,6 +202,22 @@ def test_nor_is_one_that_reads_one_tensor_in_the_place_of_two() -> None:
     assert is_repeat(two_inputs, two_inputs, x, y, w)
     assert not is_repeat(two_inputs, one_input, x, y, w)
     assert not is_repeat(one_input, two_inputs, x, y, w)
+
+
+def read_once_behind(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.inv(torch.rsqrt(x * w))  # which is not modelled, so what reads it is not followed
+
+
+def read_twice_behind(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = torch.linalg.inv(torch.rsqrt(x * w))
+    return y, torch.neg(y)
+
+
+def test_nor_is_one_whose_last_reader_is_read_more_often() -> None:
+    x, y, w = torch.randn(3, 3), torch.randn(3, 3), torch.randn(3)
+    assert is_repeat(read_once_behind, read_once_behind, x, y, w)
+    assert not is_repeat(read_once_behind, read_twice_behind, x, y, w)
+    assert not is_repeat(read_twice_behind, read_once_behind, x, y, w)
 
 
 def test_nor_is_one_that_computes_in_another_order() -> None:
