@@ -6,7 +6,8 @@ one run, interleaved:
 - `torch.compile`: what a user has today (Hugging Face hands SDPA an explicit mask that only says "causal");
 - `is_causal by hand`: torch.compile, attention replaced by a call with `is_causal=True` and no mask;
 - `fusion_pass`: `torch.compile(model, backend="fusion_pass")`;
-- `whole block` (only if named by `--variants`): the same with `FusionConfig(whole_block=True)`.
+- `whole block`, `whole block, kept` (only if named by `--variants`): the same with `FusionConfig(whole_block=True)`, and
+  with `keep_rotated=True` beside it.
 
 The optimiser is left out: it is the same in all of them. Needs the extra `zoo` and a GPU.
 """
@@ -85,6 +86,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "is_causal by hand": ("causal_by_hand", {}),
     "fusion_pass": ("sdpa", {"backend": "fusion_pass"}),
     "whole block": ("sdpa", {"backend": fusion_pass.backend(fusion_pass.FusionConfig(whole_block=True))}),
+    "whole block, kept": (
+        "sdpa",
+        {"backend": fusion_pass.backend(fusion_pass.FusionConfig(whole_block=True, keep_rotated=True))},
+    ),
 }
 """Name: attention function of transformers, arguments of `torch.compile`."""
 ALWAYS = ("torch.compile", "is_causal by hand", "fusion_pass")
