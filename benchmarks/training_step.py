@@ -6,8 +6,8 @@ one run, interleaved:
 - `torch.compile`: what a user has today (Hugging Face hands SDPA an explicit mask that only says "causal");
 - `is_causal by hand`: torch.compile, attention replaced by a call with `is_causal=True` and no mask;
 - `fusion_pass`: `torch.compile(model, backend="fusion_pass")`;
-- `whole block`, `whole block, kept` (only if named by `--variants`): the same with `FusionConfig(whole_block=True)`, and
-  with `keep_rotated=True` beside it.
+- `whole block`, `whole block, kept` (only if named by `--variants`): the same with `FusionConfig(whole_block=True)`,
+  and with `keep_rotated=True` beside it.
 
 The optimiser is left out: it is the same in all of them. Needs the extra `zoo` and a GPU.
 """
