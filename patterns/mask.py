@@ -150,7 +150,7 @@ class _Proof:
         known: list[tuple[MaskTerm, Formula]] = []
         data: list[MaskTerm] = []
         for term in self.masks:
-            self._check_shape(term.node)
+            self._check_tensor(term)
             formula = self._formula(term.node, term.reader, term.meaning, term.factor)
             if formula is None:
                 data.append(term)
@@ -188,11 +188,16 @@ class _Proof:
             formula = None
         return None if formula is None else terms.within(formula, self.frame.extent)
 
-    def _check_shape(self, node: fx.Node) -> None:
-        tensor = fake_tensor(node)
+    def _check_tensor(self, term: MaskTerm) -> None:
+        node, tensor = term.node, fake_tensor(term.node)
         if tensor is None:
             raise MaskRefused(f"The shape of the mask {node.name!r} is not known.")
         shape = sizes(tensor)
+        if term.meaning is Meaning.ADDED and not tensor.is_floating_point():
+            raise MaskRefused(
+                f"The mask {node.name!r} holds {tensor.dtype} and is added to the scores; what is added has to be "
+                "floating-point numbers."
+            )
         if not self.frame.takes(shape):
             raise MaskRefused(
                 f"The mask {node.name!r} has shape {list(shape)}, which does not broadcast to the scores, {self.frame}."

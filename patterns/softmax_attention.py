@@ -28,6 +28,7 @@ from .softmax_scores import (
     Scores,
     einsum,
     heads_of_letters,
+    keeps_numbers,
     per_head,
     scores_rank,
     version_read,
@@ -141,7 +142,7 @@ class _Values:
                 self._check_dropout(user)
             elif not cut and _cuts_last(user):
                 cut = True
-            elif name not in CASTS or not cast(torch.Tensor, fake_tensor(user)).is_floating_point():
+            elif name not in CASTS or not keeps_numbers(user):
                 raise Refused(f"{user.name!r} ({name}) changes the attention weights before they meet the values.")
             self.nodes.append(user)
             current = user
@@ -188,6 +189,8 @@ class _Values:
         user = next(iter(product.users), None)
         if len(sums) != 1 or len(product.users) != 1 or user is None or operation(user) != "mul":
             return None, product
+        if scores_rank(product) != 4:  # no axis of heads
+            return None, product
         factor = user.args[1] if user.args[0] is product else user.args[0]
         chain: list[fx.Node] = []
         current = factor
@@ -195,10 +198,10 @@ class _Values:
         while isinstance(current, fx.Node) and current is not sums[0] and len(chain) < 10:
             name = operation(current)
             if name == "sub" and sinks is None:
-                sinks = per_head(current.args[1])
+                sinks = _subtracted(current)
                 if sinks is None:
                     return None, product
-            elif name not in CASTS | {"sigmoid", "unsqueeze"}:
+            elif name not in ("sigmoid", "unsqueeze") and not (name in CASTS and keeps_numbers(current)):
                 return None, product
             chain.append(current)
             current = current.args[0] if current.args else None
@@ -230,6 +233,15 @@ class _Values:
                     raise Refused(
                         f"{node.name!r} is written in place by {write.name!r}, in a way that is not followed."
                     )
+
+
+def _subtracted(node: fx.Node) -> Operand | None:
+    """`[H]` of `scores of rows [B, H, ...] - sinks`."""
+    rows, sinks = node.args if len(node.args) == 2 and not node.kwargs else (None, None)
+    rank = scores_rank(node)
+    if not isinstance(rows, fx.Node) or scores_rank(rows) != rank:
+        return None
+    return per_head(sinks, 1 - rank)
 
 
 def _cuts_last(node: fx.Node) -> bool:

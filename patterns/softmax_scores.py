@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from torch import fx
 
@@ -28,6 +28,8 @@ CASTS = frozenset(
     "to _to_copy float half bfloat16 double type type_as contiguous clone alias convert_element_type".split()
 )
 MAX_STEPS = 24
+
+_CASTS_OF_SINKS = frozenset({"to", "float", "type_as", "_to_copy"})
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,7 @@ class Parser:
     # --- what is done to scores ---
 
     def _cast(self, node: fx.Node) -> Scores | None:
-        before, after = fake_tensor(node.args[0]), fake_tensor(node)
-        if before is None or after is None or not before.is_floating_point() or not after.is_floating_point():
+        if not keeps_numbers(node):
             return None
         scores = self._of(node.args[0], node)
         return scores and scores.through(node)
@@ -148,6 +149,9 @@ class Parser:
             return None
         factor = taken[1]
         masks = tuple(replace(mask, factor=mask.factor * factor) for mask in scores.masks)
+        for mask in masks:
+            if mask.meaning is not Meaning.ADDED:
+                _check_hides(mask.reader, mask.hidden * mask.factor * _USUAL_FACTOR)
         if scores.cap is not None:
             return replace(scores, cap=scores.cap * factor, masks=masks).through(node)
         return replace(scores, inner=scores.inner * factor, masks=masks).through(node)
@@ -184,12 +188,10 @@ class Parser:
         scores = self._of(x, node)
         if scores is None or not isinstance(mask, fx.Node):
             return None
-        number, tensor = _constant(self.effects, value), fake_tensor(node)
-        if number is None or tensor is None or number > mask_floor(tensor.dtype):
-            raise Refused(
-                f"{node.name!r} replaces hidden scores by {value}, which is not low enough to hide them: "
-                "the softmax would still give them weight."
-            )
+        number = _constant(self.effects, value)
+        if number is None:
+            raise Refused(f"{node.name!r} replaces hidden scores by {value}, which is no known number.")
+        _check_hides(node, number)
         return self._masked(scores, node, MaskTerm(mask, node, meaning, number))
 
     def _masked(self, scores: Scores, node: fx.Node, mask: MaskTerm) -> Scores | None:
@@ -213,7 +215,7 @@ class Parser:
         scores = self._of(parts[0], node)
         if scores is None or scores.sinks is not None:
             return None
-        sinks = per_head(parts[1])
+        sinks = per_head(parts[1], 1 - scores_rank(node))
         if sinks is None:
             raise Refused(
                 f"{cast(fx.Node, parts[1]).name!r}, joined to the scores as a sink, is not one number for each head."
@@ -235,6 +237,26 @@ _RULES: dict[str, Callable[[Parser, fx.Node], Scores | None]] = {
     "sub": Parser._sub,
     "cat": Parser._cat,
 }
+
+
+_USUAL_FACTOR = 100
+"""A hidden score may be divided by this: by the root of any head_dim. It differs from all others by 1e6 then."""
+
+
+def _check_hides(node: fx.Node, number: float) -> None:
+    """Raise `Refused` unless `number`, which hidden scores become at `node` or later, hides them."""
+    tensor = fake_tensor(node)
+    if tensor is None or not number <= mask_floor(tensor.dtype):
+        raise Refused(
+            f"{node.name!r} replaces hidden scores by a number that is not low enough to hide them: "
+            "the softmax would still give them weight."
+        )
+
+
+def keeps_numbers(node: fx.Node) -> bool:
+    """Whether a cast leaves floating-point numbers what they are, up to rounding. Rounding to eight bits is meant."""
+    before, after = fake_tensor(node.args[0]), fake_tensor(node)
+    return all(x is not None and x.is_floating_point() and x.itemsize > 1 for x in (before, after))
 
 
 def scores_rank(node: fx.Node) -> int:
@@ -302,31 +324,23 @@ def _row_maximum(maximum: object, scores: object) -> list[fx.Node] | None:
     return chain if operation(top) in ("max", "amax") and top.args[0] is scores and over_keys else None
 
 
-def per_head(node: object) -> Operand | None:
-    """`[H]` of a tensor `[1 or B, H, ...]` that varies along heads only."""
-    if not isinstance(node, fx.Node):
-        return None
-    head = 1 - scores_rank(node)
+def per_head(node: object, head: int) -> Operand | None:
+    """`[H]` of a tensor `[1 or B, H, ...]` that varies along `head` only, counted from the right (-1: the last axis).
+
+    Axes of size one may be missing on the left, as in any tensor that is broadcast.
+    """
     current = node
-    while (tensor := fake_tensor(current)) is not None:
+    while isinstance(current, fx.Node) and operation(current) in {"expand", *_CASTS_OF_SINKS}:
+        current = current.args[0]
+    tensor = fake_tensor(current)
+    shape = () if tensor is None else sizes(tensor)
+    if len(shape) < -head or any(n != 1 for d, n in enumerate(shape) if d != len(shape) + head):
+        return None
+    # From here on up there is one axis that is longer than one, which views leave in its order.
+    while isinstance(current, fx.Node) and (tensor := fake_tensor(current)) is not None:
         if tensor.dim() == 1:
             return Operand(current)
-        parent = current.args[0] if current.args else None
-        before = fake_tensor(parent)
-        if before is None or operation(current) not in (
-            "expand",
-            "view",
-            "unsqueeze",
-            "to",
-            "float",
-            "type_as",
-            "_to_copy",
-        ):
+        if operation(current) not in {"view", "unsqueeze", *_CASTS_OF_SINKS}:
             return None
-        wide: list[Any] = [n for n in sizes(before) if n != 1]
-        if len(wide) > 1 or (wide and sizes(tensor)[head] != wide[0]):
-            return None
-        if wide and operation(current) == "expand" and (before.dim() < -head or sizes(before)[head] != wide[0]):
-            return None
-        current = cast(fx.Node, parent)
+        current = current.args[0]
     return None
