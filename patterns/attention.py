@@ -18,7 +18,7 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site, Step
-from fusion_pass.graph.vocabulary import fake_tensor, layer_of, operation, sizes
+from fusion_pass.graph.vocabulary import fake_tensor, holds, layer_of, operation, sizes
 
 from . import softmax_attention
 from .attention_repeats import AttentionRepeats
@@ -248,7 +248,7 @@ def _folded(effects: Effects, attention: Attention, anchor: fx.Node) -> tuple[He
 def _check_dtype(heads: Heads, reader: fx.Node, dtype: torch.dtype) -> None:
     """The operator computes in one dtype: a wider operand may only be narrowed where autocast narrows it too."""
     narrowed = cast(torch.Tensor, fake_tensor(reader)).dtype == dtype
-    if heads.dtype != dtype and torch.promote_types(heads.dtype, dtype) == heads.dtype and not narrowed:
+    if heads.dtype != dtype and holds(heads.dtype, dtype) and not narrowed:
         raise Refused(
             f"{heads.node.name!r} is {heads.dtype} and the result of the attention {dtype}; the operator takes one."
         )

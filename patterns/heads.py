@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand, Step
-from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, sizes
+from fusion_pass.graph.vocabulary import fake, fake_tensor, holds, operation, sizes
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _upcast(heads: Heads) -> Heads | None:
     if parent is None or operation(heads.node) not in ("to", "_to_copy", "float", "double", "type_as", "type"):
         return None
     narrow, wide = _tensor(parent).dtype, heads.dtype
-    exact = narrow.is_floating_point and torch.promote_types(narrow, wide) == wide and narrow != wide
+    exact = narrow.is_floating_point and holds(wide, narrow) and narrow != wide
     return replace(heads, node=parent) if exact and _tensor(parent).device == _tensor(heads.node).device else None
 
 

@@ -16,7 +16,7 @@ from fusion_pass.graph.evaluate import Evaluator
 from fusion_pass.graph.lanes import Opaque, product
 from fusion_pass.graph.region import between, downstream, frontier, inputs, modelled, upstream
 from fusion_pass.graph.site import Operand, changed
-from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, Size, fake_tensor, operation, sizes, written_arguments
+from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, Size, fake_tensor, holds, operation, sizes, written_arguments
 
 from . import mrope, tables
 from .facts import Norm, Refused, Rotation
@@ -214,12 +214,7 @@ def _ends(effects: Effects, root: fx.Node) -> list[fx.Node]:
 
 def _widens(cast: fx.Node, read: fx.Node) -> bool:
     wide, narrow = fake_tensor(cast), fake_tensor(read)
-    return (
-        wide is not None
-        and narrow is not None
-        and wide.dtype != narrow.dtype
-        and torch.promote_types(wide.dtype, narrow.dtype) == wide.dtype
-    )
+    return wide is not None and narrow is not None and wide.dtype != narrow.dtype and holds(wide.dtype, narrow.dtype)
 
 
 def _starts(effects: Effects, end: fx.Node) -> Iterator[fx.Node]:
@@ -457,7 +452,7 @@ def _uncast(effects: Effects, node: fx.Node) -> fx.Node:
         assert tensor is not None
         argument = node.args[0]
         assert isinstance(argument, fx.Node)
-        widens = before.is_floating_point() and torch.promote_types(before.dtype, tensor.dtype) == tensor.dtype
+        widens = before.is_floating_point() and holds(tensor.dtype, before.dtype)
         if not widens or effects.last_write(argument, node) is not None or before.device != tensor.device:
             break
         node = argument

@@ -24,6 +24,8 @@ def _cast(context: Context, node: fx.Node, x: Value, *args: Any, **kwargs: Any) 
         raise Opaque("cast of an unknown tensor")
     if old.dtype == torch.bool or new.dtype == torch.bool or old.is_complex() != new.is_complex():
         raise Opaque("cast between kinds of numbers")
+    if old.dtype != new.dtype and any(x.is_floating_point() and x.itemsize == 1 for x in (old, new)):
+        raise Opaque("a cast to floating-point numbers of eight bits, whose rounding is meant, or from them")
     if old.dtype != new.dtype and not (new.is_floating_point() or new.is_complex()) and old.is_floating_point():
         raise Opaque("cast to integers")
     return x

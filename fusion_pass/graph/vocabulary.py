@@ -274,6 +274,14 @@ def fake_tensor(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a tensor of `wide` can hold every number of one of `narrow`. Of floating-point numbers of eight bits,
+    which PyTorch does not promote, only their own dtype is said to."""
+    if any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in (wide, narrow)):
+        return wide == narrow
+    return torch.promote_types(wide, narrow) == wide
+
+
 def size(value: int | torch.SymInt) -> Size:
     """`value` as a number, or as an expression whose comparison adds no guard."""
     if isinstance(value, int):

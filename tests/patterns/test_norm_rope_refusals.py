@@ -93,6 +93,19 @@ def test_in_place_between_norm_and_rotation(change):
     assert refusals or all(s.call.options.get("norm", "none") == "none" for s in sites)
 
 
+def eight_bits(x):
+    return x.to(torch.float8_e4m3fn).to(torch.float32)
+
+
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_rounding_to_eight_bits_stays_where_it_is(place):
+    """Other casts round what a kernel does not round; this one is a quantisation."""
+    (site,) = sites_of(Attention(**{place: eight_bits}), *inputs())
+    assert site.call.options["norm"] == ("none" if place == "between" else "rms")
+    rounding = {node for node in site.region if "float8" in str(node.args)}
+    assert not rounding
+
+
 def test_rotation_written_into_the_normalised_tensor():
     class CogVideoX(Attention):
         def one(self, x, w, c, s):
