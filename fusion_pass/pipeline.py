@@ -13,6 +13,7 @@ from torch._guards import CompileContext
 from fusion_pass import recognise, report, rewrite
 from fusion_pass.config import FusionConfig
 from fusion_pass.errors import FusionError
+from fusion_pass.graph.gradients import Stops
 from fusion_pass.graph.site import Refusal, Site
 from fusion_pass.plan import Planned, Repeats, Unplannable, plan_site
 from fusion_pass.report import Report, SiteReport
@@ -80,7 +81,7 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
     records: dict[int, SiteReport] = {}
     taken: set[fx.Node] = set()
     renamed: dict[fx.Node, fx.Node] = {}
-    repeats, views = Repeats(), rewrite.Views()
+    repeats, views, stops = Repeats(), rewrite.Views(), Stops(module.graph)
 
     def applied(plan: Planned) -> SiteReport:
         verifier.check(plan)
@@ -99,7 +100,7 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
     def planned(site: Site) -> Planned | SiteReport:
         """The plan of `site`, or the record of why there is none."""
         try:
-            return plan_site(site, config, renamed, repeats)
+            return plan_site(site, config, renamed, repeats, stops)
         except Unplannable as reason:
             return report.skipped(site, str(reason))
         except FusionError:

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion_pass.config import FusionConfig
 from fusion_pass.errors import FusionError
+from fusion_pass.graph.gradients import GRAD_MODE, Stops
 from fusion_pass.graph.repeats import facts
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step, changed
 from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, written_arguments
@@ -30,9 +31,6 @@ from fusion_pass.layout import first_layout_reader, same_layout, same_size, step
 
 OUTSIDE_KERNEL = "custom"
 """What a report names as the kernel of an operator that the kernel registry does not know (a third party's)."""
-
-
-_GRAD_MODE = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled})
 
 
 class Unplannable(Exception):
@@ -129,8 +127,11 @@ def _signature(site: Site, operands: Mapping[str, Operand], options: Mapping[str
     )
 
 
-def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Node], repeats: Repeats) -> Planned:
-    """The plan of `site`, or `Unplannable`. `renamed` maps nodes that earlier rewrites replaced to their replacements.
+def plan_site(
+    site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Node], repeats: Repeats, stops: Stops
+) -> Planned:
+    """The plan of `site`, or `Unplannable`. `renamed` maps nodes that earlier rewrites replaced to their replacements;
+    `stops` are those of the graph before all rewrites.
 
     Raises `FusionError` when `config.kernels` names kernels and none of them can serve the site.
     """
@@ -141,7 +142,10 @@ def plan_site(site: Site, config: FusionConfig, renamed: Mapping[fx.Node, fx.Nod
         if not isinstance(fake(node), FakeTensor):
             raise Unplannable(f"The graph carries no shape information (no fake value) for {node.name!r}.")
     _check_single_reader(site)
-    after = _insertion_point(site, [operand.node for operand in operands.values()])
+    nodes = [operand.node for operand in operands.values()]
+    after = _insertion_point(site, nodes)
+    if (reason := stops.reason(site.region, nodes, after)) is not None:
+        raise Unplannable(f"The gradients of the call would not be those of the model: {reason}")
     options = {name: _literal(site, name, option) for name, option in site.call.options.items()}
     plan = repeats.plan(site, operands, options, after)
     if plan is None:
@@ -260,7 +264,7 @@ def _insertion_point(site: Site, operands: list[fx.Node]) -> fx.Node:
             f"{late[0].name!r}, which the call reads, is computed only after a result of the site is read."
         )
     first = min(replaced | {after})
-    if any(node.target in _GRAD_MODE for node in _between(first, max(replaced | {after}))):
+    if any(node.target in GRAD_MODE for node in _between(first, max(replaced | {after}))):
         raise Unplannable("The grad mode changes inside the site.")
     return after
 

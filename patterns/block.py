@@ -19,14 +19,13 @@ import torch
 from torch import fx
 
 from fusion_pass.graph.effects import Effects
+from fusion_pass.graph.gradients import GRAD_MODE
 from fusion_pass.graph.site import Call, Operand, Refusal, Site, Step
 
 FUSION = "norm_rope_attention"
 
 _RESULTS = {"qk_norm_rope": ("q", "k"), "qkv_norm_rope": ("q", "k", "v")}
 """The operands of the attention that the results of each operator are."""
-
-_GRAD_MODE = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled})
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _may_move(effects: Effects, norm_rope: Site, attention: Site) -> bool:
     node = norm_rope.anchor
     while node is not attention.anchor:
         node = node.next
-        if node.target in _GRAD_MODE:
+        if node.target in GRAD_MODE:
             return False
     operands = [operand.node for operand in norm_rope.call.tensors.values() if operand is not None]
     return not any(

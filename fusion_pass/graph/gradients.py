@@ -1,0 +1,135 @@
+"""Where gradients stop: at `detach`, and in what is computed under `no_grad`.
+
+Autograd differentiates a fused call as a whole: each operand that requires a gradient gets the gradient of all that the
+call computes. In the model a part of that may have none:
+
+    x * rsqrt(mean(x.detach()^2) + eps)        the norm's factor counts as a constant
+    rotate(x, cos, sin.detach())               so does the sine, of which the call would read `sin`
+
+The fake values say it: a result that requires no gradient though one of its inputs does is a *stop*. A site is left
+alone if a stop lies inside it or between it and an operand, or if it reads something whose gradient no operand takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from .region import modelled
+from .vocabulary import CASTS, MOVEMENTS, fake, in_place, operation
+
+GRAD_MODE = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled})
+"""What changes the grad mode in a graph."""
+
+_CALLS = ("call_function", "call_method")
+
+_OF_SHAPES = frozenset(
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
+)
+"""Results that have no gradient in any mode: they take a tensor for its shape."""
+
+
+class Stops:
+    """The stops of one graph. Valid for the nodes that it had when this was made."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._found: set[fx.Node] = set()
+        self._off: set[fx.Node] = set()
+        segments = list(_segments(graph))
+        if len(segments) == 1 and not any(map(_detaches, graph.nodes)):
+            return  # as in most graphs
+        modes = [_begins_enabled(nodes) if enabled is None else enabled for nodes, enabled in segments]
+        if not any(modes):
+            return
+        for (nodes, _), enabled in zip(segments, modes, strict=True):
+            self._found.update(filter(_stops, filter(_detaches, nodes) if enabled else nodes))
+            self._off.update(() if enabled else nodes)
+
+    def reason(self, region: frozenset[fx.Node], operands: Collection[fx.Node], after: fx.Node) -> str | None:
+        """Why a call of `operands` behind `after` has other gradients than the `region` in whose place it comes; None
+        if it has not."""
+        if not self._found or after in self._off:
+            return None
+        inside = min(self._found.intersection(region), default=None)
+        if inside is not None:
+            return f"{inside.name!r}, inside the site, stops the gradient."
+        ends = frozenset(operands)
+        for read in {n for node in region for n in node.all_input_nodes} - region - ends:
+            way = list(_up_to(ends, read))
+            stop = next((node for node in way if node in self._found and node not in ends), None)
+            if stop is not None and not ends.isdisjoint(_up_to((), stop)):
+                return f"{stop.name!r}, between the site and what the call reads, stops the gradient."
+            if _requires_grad(read) and not any(node in ends and _requires_grad(node) for node in way):
+                return f"{read.name!r} requires a gradient that no operand of the call takes."
+        return None
+
+
+def _segments(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], bool | None]]:
+    """The nodes between two changes of the grad mode, and that mode; None where it is not known."""
+    nodes: list[fx.Node] = []
+    enabled: bool | None = None
+    for node in graph.nodes:
+        nodes.append(node)
+        if node.target in GRAD_MODE:
+            yield nodes, enabled
+            mode = node.args[0] if node.args else None
+            nodes, enabled = [], mode if isinstance(mode, bool) else None
+    yield nodes, enabled
+
+
+def _begins_enabled(nodes: Iterable[fx.Node]) -> bool:
+    """Whether gradients are recorded where a graph begins: the first trace of the mode tells."""
+    for node in nodes:
+        if node.op in _CALLS and _requires_grad(node):
+            return True
+        if _stops(node) and not _detaches(node):
+            return False
+    return True
+
+
+def _stops(node: fx.Node) -> bool:
+    """Whether the result has no gradient and what it is computed from has one."""
+    if node.op not in _CALLS:
+        return False
+    if in_place(node) == "detach":
+        return True
+    name = operation(node)
+    if name in _OF_SHAPES or not _is_differentiable(node) or _requires_grad(node):
+        return False
+    # A second tensor gives a cast its dtype or a view its shape.
+    read: Iterable[Any] = node.args[:1] if name in MOVEMENTS | CASTS else node.all_input_nodes
+    return any(isinstance(argument, fx.Node) and _requires_grad(argument) for argument in read)
+
+
+def _detaches(node: fx.Node) -> bool:
+    return node.op in _CALLS and operation(node) in ("detach", "detach_")
+
+
+def _is_differentiable(node: fx.Node) -> bool:
+    return any(x.is_floating_point() or x.is_complex() for x in _tensors(node))
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    return any(x.requires_grad for x in _tensors(node))
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = fake(node)
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)] if isinstance(value, tuple | list) else []
+
+
+def _up_to(ends: Collection[fx.Node], node: fx.Node) -> Iterator[fx.Node]:
+    """`node` and what it is computed from by modelled operations, not beyond `ends`."""
+    queue, seen = [node], {node}
+    for current in queue:
+        yield current
+        if current not in ends and modelled(current):
+            fresh = [n for n in current.all_input_nodes if n not in seen]
+            seen.update(fresh)
+            queue += fresh

@@ -1,0 +1,145 @@
+"""Where a model stops a gradient (`detach`, `no_grad`), it is not fused into a call that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiling import as_it_is
+from torch import Tensor
+
+import fusion_pass
+
+B, S, H, D = 2, 6, 4, 8
+HALF = D // 2
+
+Inputs = tuple[Tensor, ...]
+
+
+def rms(x: Tensor, w: Tensor, factor: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    return x * factor(torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) * w
+
+
+def swapped(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., HALF:], x[..., :HALF]), -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + swapped(x) * sin
+
+
+def without_grad(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Tensor) -> Tensor:
+        with torch.no_grad():
+            return function(*args)
+
+    return run
+
+
+def block(
+    weight: Callable[[Tensor], Tensor] = lambda w: w,
+    norm: Callable[[Tensor, Tensor], Tensor] = rms,
+    between: Callable[[Tensor], Tensor] = lambda x: x,
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate,
+    after: Callable[[Tensor], Tensor] = lambda x: x,
+    keys: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Callable[..., Tensor]:
+    """An attention whose parts can be exchanged. `keys`: what is done to k and v last."""
+
+    def model(x: Tensor, projection: Tensor, q_weight: Tensor, k_weight: Tensor, angle: Tensor) -> Tensor:
+        q, k, v = (x @ projection).view(B, S, 3 * H, D).split(H, dim=2)
+        cos, sin = angle.cos()[None, :, None], angle.sin()[None, :, None]
+        q, k = (after(turn(between(norm(y, weight(w))), cos, sin)) for y, w in ((q, q_weight), (k, k_weight)))
+        return F.scaled_dot_product_attention(q.transpose(1, 2), keys(k).transpose(1, 2), keys(v).transpose(1, 2))
+
+    return model
+
+
+def inputs() -> Inputs:
+    torch.manual_seed(0)
+    shapes = (B, S, 16), (16, 3 * H * D), (D,), (D,), (S, HALF)
+    x, projection, q_weight, k_weight, angle = (torch.randn(n, dtype=torch.float64) for n in shapes)
+    return x, projection, q_weight, k_weight, angle.repeat(1, 2)
+
+
+def outcome(model: Callable[..., Tensor]) -> list[Tensor | None]:
+    """The result and the gradient of every input."""
+    given = [x.requires_grad_() for x in inputs()]
+    out = model(*given)
+    if out.requires_grad:
+        out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape))
+    return [out.detach(), *(x.grad for x in given)]
+
+
+def fused(model: Callable[..., Tensor], whole_block: bool = False) -> list[str]:
+    """What of `model` is fused, after its result and its gradients were compared with those of the model itself."""
+    compiler = fusion_pass.FusionBackend(
+        fusion_pass.FusionConfig(allow_reference=True, whole_block=whole_block), inner=as_it_is
+    )
+    expected, got = outcome(model), outcome(torch.compile(model, backend=compiler, fullgraph=True))
+    assert [x is None for x in got] == [x is None for x in expected]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    return [site.fusion for report in compiler.reports for site in report.fused]
+
+
+STOPPED = {
+    "detached weight": block(weight=torch.detach),
+    "weight under no_grad": block(weight=without_grad(lambda w: w.view(1, D))),
+    "detached factor of the norm": block(norm=lambda x, w: rms(x, w, torch.detach)),
+    "factor under no_grad": block(norm=lambda x, w: x * without_grad(lambda x: rms(x, x * 0 + 1) / x)(x) * w),
+    "norm under no_grad": block(norm=without_grad(rms)),
+    "detached between": block(between=torch.detach),
+    "half of the rotation detached": block(turn=lambda x, cos, sin: x * cos + swapped(x).detach() * sin),
+    "rotation under no_grad": block(turn=without_grad(rotate)),
+    "detached sine": block(turn=lambda x, cos, sin: rotate(x, cos, sin.detach())),
+    "sine detached for one half": block(
+        turn=lambda x, cos, sin: torch.cat(
+            (
+                x[..., :HALF] * cos[..., :HALF] - x[..., HALF:] * sin[..., :HALF],
+                x[..., HALF:] * cos[..., :HALF] + x[..., :HALF] * sin.detach()[..., :HALF],
+            ),
+            -1,
+        )
+    ),
+    "detached after": block(after=torch.detach),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stop_inside_a_site(name: str) -> None:
+    assert fused(STOPPED[name]) == ["attention"]
+
+
+def test_repeated_heads_under_no_grad() -> None:
+    """The operator repeats no heads, it would read the keys themselves, which have a gradient."""
+
+    def model(x: Tensor, projection: Tensor, *_: Tensor) -> Tensor:
+        q, k, v = ((x @ projection[:, : 3 * D]).view(B, S, 3, D).transpose(1, 2)).split(1, dim=1)
+        with torch.no_grad():
+            k, v = k.repeat_interleave(H, 1), v.repeat_interleave(H, 1)
+        return F.scaled_dot_product_attention(q.repeat(1, H, 1, 1), k, v)
+
+    assert fused(model) == []
+
+
+OUTSIDE = {
+    "detached input": lambda x, *rest: block()(x.detach(), *rest),
+    "tables under no_grad": block(
+        turn=lambda x, cos, sin: rotate(x, *map(without_grad(lambda table: table * 1.0), (cos, sin)))
+    ),
+    "detached keys and values": block(keys=torch.detach),
+    "all under no_grad": without_grad(block()),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("whole_block", [False, True])
+def test_stop_outside_of_the_sites(name: str, whole_block: bool) -> None:
+    """A detached operand is an operand like any other."""
+    both = {"attention", "qkv_norm_rope", "qk_norm_rope", "norm_rope", "norm_rope_attention"}
+    found = fused(OUTSIDE[name], whole_block)
+    assert found
+    assert set(found) <= both
