@@ -1,7 +1,7 @@
 """A training step of full-size decoder layers, with and without the pass: `python -m benchmarks.training_step`.
 
 Four layers of Qwen3-8B's sizes (and of Qwen3-VL-8B's text model) from Hugging Face, unedited, random weights, bf16. In
-one run, interleaved:
+one run, interleaved, each timed step behind an untimed one of its own kind:
 
 - `torch.compile`: what a user has today (Hugging Face hands SDPA an explicit mask that only says "causal");
 - `is_causal by hand`: torch.compile, attention replaced by a call with `is_causal=True` and no mask;
@@ -125,11 +125,15 @@ def steps_of(name: str, batch: int, tokens: int, variants: Sequence[str] = ALWAY
 
 
 def time_steps(steps: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every round, the variants in turn."""
+    """Milliseconds of every round, the variants in turn.
+
+    Each timed step follows an untimed one of its own kind, as in training. The card runs at its power limit: behind a
+    step that draws less, any step would find a higher clock."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            step()
             start.record()
             step()
             end.record()
