@@ -237,6 +237,11 @@ class _Proof:
         (mask,) = self.masks
         if mask.meaning is Meaning.ADDED:
             return self._passed_on(mask)
+        if self._wants_gradient():
+            raise MaskRefused(
+                f"The mask {mask.node.name!r} replaces scores by a finite number, and a row may see no key: it has no "
+                "gradient then, and that of a mask that is added has one."
+            )
         operand = self._passed_on(replace(mask, factor=1.0))
         hidden = () if mask.meaning is Meaning.HIDDEN else (Step("logical_not"),)
         axes = tuple(step for step in operand.steps if step.method == "unsqueeze")
@@ -385,8 +390,7 @@ class _Proof:
     def _operand(self, node: fx.Node, hidden: bool) -> Operand:
         """`node` as the operator's `mask`, which has an axis for heads and is True where a key is seen."""
         tensor = cast(torch.Tensor, fake_tensor(node))
-        result = fake_tensor(self.anchor)
-        if tensor.requires_grad and (result is None or result.requires_grad):
+        if tensor.requires_grad and self._wants_gradient():
             raise MaskRefused(
                 f"The bias {node.name!r} requires a gradient, and the attention operator has none for it."
             )
@@ -394,6 +398,10 @@ class _Proof:
         if self.frame.heads is None and tensor.dim() == 3:
             steps.append(Step("unsqueeze", (1,)))
         return Operand(node, tuple(steps))
+
+    def _wants_gradient(self) -> bool:
+        result = fake_tensor(self.anchor)
+        return result is None or result.requires_grad
 
     def _cone(self) -> Iterator[fx.Node]:
         """The nodes that the masks are computed from, the masks first."""

@@ -54,6 +54,22 @@ def test_hidden_scores_that_a_factor_leaves_hidden(factor: float) -> None:
     assert graphs.conditions(place) == {"causal": "top_left"}
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_row_of_replaced_scores_has_no_gradient(grad: bool) -> None:
+    """The first row sees no key. Its result, the mean of all values, is that of an added mask; its gradient is not."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(~hidden().T, -1e9).softmax(-1) @ v
+
+    module, inputs = graphs.captured(model, *(x.requires_grad_(grad) for x in qkv()))
+    (place,) = graphs.check(module, inputs)
+    if grad:
+        assert isinstance(place, graphs.Refusal)
+        assert "a row may see no key: it has no gradient then" in place.reason
+    else:
+        assert isinstance(place, graphs.Site)
+
+
 @pytest.mark.parametrize("seen", [hidden, lambda: torch.randn(S, S) > 0], ids=["causal", "data"])
 def test_truth_values_that_are_added(seen: Callable[[], Tensor]) -> None:
     """True adds 1 to the score and hides nothing."""
