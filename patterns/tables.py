@@ -33,6 +33,7 @@ def candidates(frontier: Iterable[fx.Node]) -> list[fx.Node]:
             "repeat_interleave",
             "repeat",
             "view_as_real",
+            "complex",
             "real",
             "imag",
         }:
@@ -80,6 +81,8 @@ def _as_operand(
         # The last axis seen as [..., T, 2], real and imaginary.
         tensor = fake_tensor(node)
         assert tensor is not None
+        if tensor.requires_grad:
+            raise Refused(f"{node.name!r} requires a gradient, and seen as real numbers it passes none on.")
         data = np.stack([data.real, data.imag], -1)
         shape = (*value.shape, 2)
         axes = {s: (*p, None) for s, p in value.axes.items()}

@@ -113,6 +113,22 @@ def test_stop_inside_a_site(name: str) -> None:
     assert fused(STOPPED[name]) == ["attention"]
 
 
+def complex_product(x: Tensor, factors: Tensor) -> Tensor:
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (HALF, 2)).contiguous()) * factors).flatten(-2)
+
+
+@pytest.mark.parametrize("polar", [False, True])
+def test_complex_table_with_a_gradient(polar: bool) -> None:
+    """`table.view(float)` has none: what the complex numbers are made of is passed, or, where it is no table, nothing
+    is fused."""
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos[..., :HALF], sin[..., :HALF]
+        return complex_product(x, torch.polar(cos.exp(), sin) if polar else torch.complex(cos, sin))
+
+    assert fused(block(turn=turn)) == (["attention"] if polar else ["qkv_norm_rope", "attention"])
+
+
 def test_repeated_heads_under_no_grad() -> None:
     """The operator repeats no heads, it would read the keys themselves, which have a gradient."""
 
