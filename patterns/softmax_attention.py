@@ -189,7 +189,7 @@ class _Values:
         user = next(iter(product.users), None)
         if len(sums) != 1 or len(product.users) != 1 or user is None or operation(user) != "mul":
             return None, product
-        if scores_rank(product) != 4:  # no axis of heads
+        if scores_rank(product) != 4 or self.scores.shifted:  # no axis of heads, or another log-sum-exp
             return None, product
         factor = user.args[1] if user.args[0] is product else user.args[0]
         chain: list[fx.Node] = []

@@ -44,6 +44,8 @@ class Scores:
     cap: float | None = None
     masks: tuple[MaskTerm, ...] = ()
     sinks: Operand | None = None
+    shifted: bool = False
+    """Each row less its maximum, which only a softmax does not see."""
     nodes: tuple[fx.Node, ...] = ()
     """What the scores are computed by, the product first."""
 
@@ -158,7 +160,7 @@ class Parser:
 
     def _tanh(self, node: fx.Node) -> Scores | None:
         scores = self._of(node.args[0], node)
-        if scores is None or scores.cap is not None or scores.masks or scores.sinks is not None:
+        if scores is None or scores.cap is not None or scores.masks or scores.sinks is not None or scores.shifted:
             return None
         return replace(scores, cap=1.0).through(node)
 
@@ -204,7 +206,7 @@ class Parser:
         x, maximum = node.args if len(node.args) == 2 else (None, None)
         chain = _row_maximum(maximum, x)
         scores = self._of(x, node) if chain is not None else None
-        return None if scores is None or chain is None else scores.through(*chain, node)
+        return None if scores is None or chain is None else replace(scores.through(*chain, node), shifted=True)
 
     def _cat(self, node: fx.Node) -> Scores | None:
         """Sinks as one more column."""
@@ -213,7 +215,7 @@ class Parser:
         if not isinstance(parts, tuple | list) or len(parts) != 2 or dim not in (-1, 3) or scores_rank(node) != 4:
             return None
         scores = self._of(parts[0], node)
-        if scores is None or scores.sinks is not None:
+        if scores is None or scores.sinks is not None or scores.shifted:
             return None
         sinks = per_head(parts[1], 1 - scores_rank(node))
         if sinks is None:

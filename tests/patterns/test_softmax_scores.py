@@ -120,6 +120,42 @@ def test_factor_that_is_a_sink(name: str) -> None:
     assert graphs.arguments(place)["sinks"] == "l_sinks_"
 
 
+def less_maximum(scores: Tensor) -> Tensor:
+    return scores - scores.amax(-1, keepdim=True)
+
+
+def a_sink_beside(scores: Tensor, sinks: Tensor) -> Tensor:
+    return torch.cat([scores, sinks.view(1, H, 1, 1).expand(B, H, S, 1)], -1)
+
+
+SHIFTED = {
+    "column": lambda s, v, sinks: a_sink_beside(less_maximum(s), sinks).softmax(-1)[..., :-1] @ v,
+    "factor": lambda s, v, sinks: (
+        (less_maximum(s).softmax(-1) @ v) * (less_maximum(s).logsumexp(-1, True) - sinks.view(1, H, 1, 1)).sigmoid()
+    ),
+    "factor of the same": lambda s, v, sinks: (
+        ((x := less_maximum(s)).softmax(-1) @ v) * (x.logsumexp(-1, True) - sinks.view(1, H, 1, 1)).sigmoid()
+    ),
+    "soft cap": lambda s, v, sinks: (5.0 * torch.tanh(less_maximum(s) / 5.0)).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_maximum_that_is_taken_off_too_early(name: str) -> None:
+    """A softmax is the same, what is done to the scores before it is not."""
+    reason = refused(lambda q, k, v, sinks: SHIFTED[name](q @ k.mT, v, sinks), *qkv(), torch.randn(H))
+    assert "stands between the scores" in reason or "also read by" in reason
+
+
+def test_maximum_that_is_taken_off_last() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return less_maximum(a_sink_beside(q @ k.mT, sinks)).softmax(-1)[..., :-1] @ v
+
+    module, inputs = graphs.captured(model, *qkv(), torch.randn(H))
+    (place,) = graphs.check(module, inputs)
+    assert graphs.arguments(place)["sinks"] == "l_sinks_"
+
+
 @pytest.mark.parametrize("shape", [(1, 1, -1, 1), (-1, 1, 1, 1)], ids=["of each query", "of each batch"])
 def test_column_that_is_no_sink(shape: tuple[int, ...]) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
