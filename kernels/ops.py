@@ -200,8 +200,9 @@ def _empty_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device,
     """An unfilled [B, S, H, D] whose memory order is `order`."""
     one_of("out_order", order, OUT_ORDERS)
     batch, sequence, heads, head_dim = shape
-    if order == "bhsd":
-        return torch.empty((batch, heads, sequence, head_dim), dtype=dtype, device=device).transpose(1, 2)
+    if order == "bhsd":  # no view of something else: that could not be written in place where a gradient is recorded
+        strides = heads * sequence * head_dim, head_dim, sequence * head_dim, 1
+        return torch.empty_strided((batch, sequence, heads, head_dim), strides, dtype=dtype, device=device)
     return torch.empty((batch, sequence, heads, head_dim), dtype=dtype, device=device)
 
 

@@ -177,6 +177,7 @@ def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> 
         # Often a copy of the sinks, which the scores are joined with: what is written later, that copy does not see.
         first_reader = min(sinks.users, key=effects.order.__getitem__)
         _check_unwritten(effects, sinks, first_reader, anchor)
+    _check_kept(effects, output.node)
     seen = prove(index_reader, attention.masks, frame, anchor)
     if attention.is_causal:
         seen = replace(seen, causal="top_left")
@@ -259,6 +260,13 @@ def _check_unwritten(effects: Effects, node: fx.Node, reader: fx.Node, anchor: f
         raise Refused(
             f"{node.name!r}, which the attention reads, is overwritten by {write.name!r} before it is finished."
         )
+
+
+def _check_kept(effects: Effects, result: fx.Node) -> None:
+    """The operator keeps its result for its backward, as a product with the values does not."""
+    for write in effects.writes(result):
+        if cast(torch.Tensor, fake_tensor(result)).requires_grad:
+            raise Refused(f"{result.name!r}, which the backward of the operator reads, is written by {write.name!r}.")
 
 
 def _output(effects: Effects, attention: Attention) -> tuple[Output, tuple[fx.Node, ...], str]:

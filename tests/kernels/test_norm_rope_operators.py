@@ -287,3 +287,14 @@ def test_cuda_graph_capture(device: torch.device) -> None:
         graph.replay()
     for a, b in zip(captured, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+def test_results_can_be_written_in_place(order: str) -> None:
+    """Autograd forbids that for views of what the operator made."""
+    x, table = torch.randn(1, 3, 2, 8, requires_grad=True), torch.randn(1, 3, 4)
+    rotated = torch.ops.fusion_pass.rope(x, table, table, rotary_dim=8, out_order=order)
+    attended, _ = torch.ops.fusion_pass.attention(x, x, x, out_order=order)
+    for result in (rotated, attended):
+        assert not result._is_view()
+        result.transpose(1, 2).mul_(2.0)

@@ -267,12 +267,15 @@ def test_key_written_before_the_result_is_moved(write: str) -> None:
     assert "is overwritten by" in refused(model, *qkv())
 
 
-def test_result_written_in_place() -> None:
+@pytest.mark.parametrize("grad", [False, True])
+def test_result_written_in_place(grad: bool) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = sdpa(q, k, v)
         out.mul_(2.0)
         return out.transpose(1, 2)
 
-    module, _ = graphs.captured(model, *qkv())
-    place = graphs.site(module)
-    assert place.outputs[0].node.name == "out"
+    module, _ = graphs.captured(model, *(x.requires_grad_(grad) for x in qkv()))
+    if grad:
+        assert "'out', which the backward of the operator reads, is written by 'mul_'" in graphs.refusal(module)
+    else:
+        assert graphs.site(module).outputs[0].node.name == "out"
