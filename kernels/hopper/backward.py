@@ -10,20 +10,23 @@ counter. The products are those of FlashAttention-3 (arXiv 2407.08608).
         P^T  = exp2(S^T scale - LSE)   dS^T = P^T (dP^T - delta) -> sdS[2]
         dV  += P^T dO                  dK  += dS^T Q                           (P^T, dS^T stay in registers)
     dQ = dS K, over the keys of both:
-        head_dim 64    a warpgroup of its own, which adds it to memory by TMA reduce-add in float32
-        head_dim 128   half of the lanes in each of the two, one tile late, and a warp that adds it
+        head_dim 64    a warpgroup of its own
+        head_dim 128   half of the lanes in each of the two, one tile late
+    2 warps, every second tile of dQ each: TMA reduce-add in float32                  (`backward_sums.py`)
+    1 warp: zeros for the heads that come next
 
 So no warpgroup waits for another inside a tile: what it needs of the other one was written a tile before. At head_dim
 64 K and V are in registers as left operands, and shared memory holds two blocks of them and what dK and dV leave
 through; at head_dim 128 dK leaves through the buffers of dS, while K, V and the first queries of the next block come.
 
-It may start before the kernel before it ends (`prepare.py`): whatever touches more than K and V waits for that one.
+It may start before the kernel before it ends, and the one after it before it ends itself (`prepare.py`).
 
 With `deterministic` the blocks of keys add to a tile of dQ in a fixed order: who adds waits for its turn before and
-passes it on after the addition is written.
+passes it on after the addition is written. A warp that waits, for a turn or for zeros, waits for blocks of keys that
+were drawn before its own, by thread blocks that run: also where few thread blocks run at a time nobody waits forever.
 
 Global memory traffic per block of keys and query head: seq_q (qk_dim + v_dim) elements read, 4 seq_q qk_dim bytes of
-reduce-add in L2.
+reduce-add in L2; per query head 4 seq_q qk_dim bytes of zeros, which stay in L2 until they are added to.
 """
 
 from triton.experimental import gluon
@@ -37,31 +40,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import barriers
 from .backward_state import (
-    DQ_FULL,
     DS_FREE,
     DS_FULL,
     PAIR,
     STAGE_FREE,
-    TURNS_AT,
     Problem,
     Shared,
     arrays_of_block,
     dq_layout,
-    earlier_blocks,
     new_barriers,
-    plane_of,
     spread_rows,
     tile_at,
 )
 from .backward_step import consumer_partition
+from .backward_sums import add_partition, zero_partition
 from .forward_state import announce, announced
 from .gluon_api import (
     launch_dependents,
-    partition_barrier,
     reinterpret,
     tma_load,
-    tma_reduce_add,
-    tma_store_wait,
     wait_for_prerequisites,
 )
 from .opaque import hidden
@@ -109,20 +106,18 @@ def load_partition(p, mem, T: gl.constexpr):
     later."""
     kv_heads, group, seq_q, seq_k = p.sizes
     together, blocks, items = p.work
-    if T.by_data:
-        wait_for_prerequisites()
+    wait_for_prerequisites()
+    launch_dependents()
     per_head = gl.cdiv(seq_q, T.block_m)
     use = 0
     turn = 0
-    item = gl.program_id(0)
+    item = barriers.draw(p.counter)
     while item < items:
         b, kv, key0, first, last, clear_first, clear_last = _place(item, p, T)
         announce(turn, (b, kv, key0, first, last, clear_first, clear_last), mem)
         late = (T.key_slots == 1) & (turn > 0) & (last > first)
         if not late:
             _load_keys(b, kv, key0, turn, p, mem, T)
-        if turn == 0:
-            wait_for_prerequisites()
         for member in range(group):
             h = kv * group + member
             row_of_tile = (b * kv_heads * group + h) * per_head
@@ -142,7 +137,7 @@ def load_partition(p, mem, T: gl.constexpr):
                     _load_keys(b, kv, key0, turn, p, mem, T)
                     late = turn < 0
         turn += 1
-        item = gl.atomic_add(p.counter, 1) + gl.num_programs(0)
+        item = barriers.draw(p.counter)
     announce(turn, (-1, 0, 0, 0, 0, 0, 0), mem)
 
 
@@ -151,47 +146,29 @@ def load_partition(p, mem, T: gl.constexpr):
 
 @gluon.jit
 def dq_warpgroup(p, mem, T: gl.constexpr):
-    """dQ by a warpgroup of its own. A turn is passed on where the next tile would be stored: the warpgroup does not
-    wait until an addition is written."""
+    """dQ by a warpgroup of its own, tile by tile to the warps that add it."""
     kv_heads, group, seq_q, seq_k = p.sizes
-    wait_for_prerequisites()
     for buffer in gl.static_range(4):
         barriers.arrive(DS_FREE + buffer, PAIR)
     use = 0
     turn = gl.to_tensor(0)
-    added = 0  # the tile before
     b, kv, key0, first, last, clear_first, clear_last = announced(turn, mem)
     while b >= 0:
         at = (turn % T.key_slots) * 2
         for w in gl.static_range(2):
             mbarrier.wait(mem.kv_full.index(at + w), (turn // T.key_slots) & 1)
-        for member in range(group):
-            head = (b * kv_heads + kv) * group + member
-            for i in range(last - first):
-                tile = tile_at(i, first, last, T)
-                dq = _product(at, use % 2, mem, T)
-                if T.deterministic:
-                    if use > 0:
-                        barriers.pass_turn(p.turns + added, 128)
-                    added = head * gl.cdiv(seq_q, T.block_m) + tile
-                else:
-                    tma_store_wait(0)
-                    partition_barrier()
-                mem.dq.index(0).store(spread_rows(dq))
-                fence_async_shared()
-                partition_barrier()
-                if T.deterministic:
-                    barriers.wait_for_turn(p.turns + added, _earlier(tile, b, kv, key0, p, T))
-                tma_reduce_add(p.dq, [head, tile * (T.block_m // 8), 0, 0, 0], mem.dq_boxes.index(0))
-                use += 1
+        for _ in range(group * (last - first)):
+            odd = use % 2
+            dq = _product(at, odd, mem, T)
+            mbarrier.wait(mem.dq_free.index(odd), ((use // 2) & 1) ^ 1)
+            mem.dq.index(odd).store(spread_rows(dq))
+            fence_async_shared()
+            mbarrier.arrive(mem.dq_next.index(odd), count=1)
+            use += 1
         for w in gl.static_range(2):
             mbarrier.arrive(mem.kv_free.index(at + w), count=1)
         turn += 1
         b, kv, key0, first, last, clear_first, clear_last = announced(turn, mem)
-    if T.deterministic:  # noqa: SIM102 (decided at compile time; the next one is not)
-        if use > 0:
-            barriers.pass_turn(p.turns + added, 128)
-    tma_store_wait(0)
 
 
 @gluon.jit
@@ -209,58 +186,17 @@ def _product(at, odd, mem, T: gl.constexpr):
     return dq
 
 
-@gluon.jit
-def _earlier(tile, b, kv, key0, p, T: gl.constexpr):
-    """How many blocks of keys add to a tile before this one."""
-    kv_heads, group, seq_q, seq_k = p.sizes
-    together, blocks, items = p.work
-    order = p.order
-    if T.bits:
-        order += plane_of(b, kv, p.strides) * gl.cdiv(seq_q, T.block_m) * blocks
-    return earlier_blocks(tile, key0 // T.block_n, blocks, b, order, p, T)
-
-
-@gluon.jit
-def dq_warp(p, mem, T: gl.constexpr):
-    """Add the halves of dQ that the two warpgroups have computed."""
-    kv_heads, group, seq_q, seq_k = p.sizes
-    wait_for_prerequisites()
-    turn = gl.to_tensor(0)
-    b, kv, key0, first, last, clear_first, clear_last = announced(turn, mem)
-    while b >= 0:
-        for w in gl.static_range(2):  # of the tile before the first: nothing
-            barriers.sync(DQ_FULL + w, 128 + 32)
-            mbarrier.arrive(mem.dq_free.index(w), count=1)
-        for member in range(group):
-            head = (b * kv_heads + kv) * group + member
-            for i in range(last - first):
-                tile = tile_at(i, first, last, T)
-                if T.deterministic:
-                    turns = p.turns + head * gl.cdiv(seq_q, T.block_m) + tile
-                    barriers.wait_for_turn(turns, _earlier(tile, b, kv, key0, p, T))
-                for w in gl.static_range(2):
-                    barriers.sync(DQ_FULL + w, 128 + 32)
-                    tma_reduce_add(p.dq, [head, tile * (T.block_m // 8), 0, 0, w * T.dq_lanes], mem.dq_boxes.index(w))
-                tma_store_wait(1)
-                mbarrier.arrive(mem.dq_free.index(0), count=1)
-                tma_store_wait(0)
-                mbarrier.arrive(mem.dq_free.index(1), count=1)
-                if T.deterministic:
-                    barriers.pass_turn(turns, 32)
-        turn += 1
-        b, kv, key0, first, last, clear_first, clear_last = announced(turn, mem)
-
-
 # ---------------------------------------------------------------------------------------------------- kernel
 
 
 @gluon.jit
 def backward_kernel(
     q, k, v, do, dq, dk, dv, lse, delta,
-    row_low, row_high, labels, ranges, order, counter,
+    row_low, row_high, labels, ranges, order, counter, sums,
     kv_heads, group, parts, seq_q, seq_k,
     band_low, band_high, rows_stride, ranges_stride,
-    scale, cap_scale, grad_scale, together, blocks, items,
+    scale, cap_scale, grad_scale, together, blocks, items, ahead, ready, head_size,
+    zeroed_at, summed_at, turns_at,
     T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many thread blocks as multiprocessors, at most `items` = `blocks` of keys * batch * kv_heads.
@@ -269,13 +205,15 @@ def backward_kernel(
     own to "heads" of their own: `kv_heads` counts parts and `group` the query heads of one. `together`: heads of a
     chunk, see `_place`.
 
-    `q` … `dv`: tensor maps over [batch, heads, seq, dim]; `dq` float32, zero at launch, unscaled (the post kernel
-    scales and rounds it), its map by `BackwardTemplate.dq_box`.
+    `q` … `dv`: tensor maps over [batch, heads, seq, dim]; `dq` float32, unscaled (the post kernel scales and rounds
+    it), its map by `BackwardTemplate.dq_box`.
 
     `lse`, `delta`: float32 [tiles, block_m], base 2, +inf in `lse` for rows that take no part (see prepare.py).
     `row_low`, `row_high`, `labels`, `ranges`, `order`: see `rows.py` and, for bits, `explicit.py`. `counter`: int32,
-    zero at launch, for the blocks of keys to be drawn from; `TURNS_AT` behind it, with `deterministic`, the turns,
-    int32 [tiles], zero as well.
+    zero at launch, for the blocks of keys to be drawn from; `zeroed_at`, `summed_at` and `turns_at` behind it other
+    counts that are zero (`plans.Counts`).
+    `sums`: the address of `dq`. The first `ready` heads (key heads times parts, of whose query heads there are
+    `head_size` elements) are zero at launch, the others are zeroed by the blocks of keys of `ahead` heads before.
     """
     tile_q = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.qk_dim], q.layout)
     tile_do = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.v_dim], do.layout)
@@ -290,24 +228,25 @@ def backward_kernel(
         tile_dk = reinterpret(tile_ds, q.dtype, [4, 1, 1, 64, T.dk_lanes], dk.layout)
     DQ_SHAPE: gl.constexpr = [T.block_m, T.dq_lanes]
     DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32)
-    DQ_TILES: gl.constexpr = T.qk_dim // T.dq_lanes
+    DQ_TILES: gl.constexpr = 2
     tile_dq = gl.allocate_shared_memory(gl.float32, [DQ_TILES, T.block_m, T.dq_lanes], DQ_LAYOUT)
     boxes = reinterpret(tile_dq, gl.float32, [DQ_TILES, 1, T.block_m // 8, 4, 2, T.dq_lanes], dq.layout)
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
     places = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    launch_dependents()
     KEYS: gl.constexpr = 2 * T.key_slots
     # K and V are free when their readers have arrived: dQ by whom it may be, and the warpgroup that has them.
     mem = Shared(
         tile_q, tile_do, tile_k, tile_v, tile_ds, tile_dq, boxes, tile_dk, tile_dv, rows_lse, rows_delta, places,
-        new_barriers(2), new_barriers(2, 3), new_barriers(T.stages), new_barriers(T.stages),
-        new_barriers(KEYS), new_barriers(KEYS, 2), new_barriers(2),
+        new_barriers(2), new_barriers(2, 6 if T.dq_apart else 5), new_barriers(T.stages), new_barriers(T.stages),
+        new_barriers(KEYS), new_barriers(KEYS, 2), new_barriers(2), new_barriers(2),
     )  # fmt: skip
     p = Problem(
-        q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, ranges, order, counter, counter + TURNS_AT,
-        (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride), (rows_stride, ranges_stride),
-        (scale, cap_scale, grad_scale), parts, (together, blocks, items),
+        q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, ranges, order, counter,
+        counter + turns_at, sums, counter + zeroed_at, counter + summed_at,
+        (kv_heads, group, seq_q, seq_k), (band_low, band_high, rows_stride),
+        (rows_stride, ranges_stride), (scale, cap_scale, grad_scale), parts, (together, blocks, items),
+        (ahead, ready, head_size),
     )  # fmt: skip
     if T.dq_apart:
         gl.warp_specialize([
@@ -315,11 +254,16 @@ def backward_kernel(
             (consumer_partition, (p, mem, 1, T)),
             (dq_warpgroup, (p, mem, T)),
             (load_partition, (p, mem, T)),
-        ], [4, 4, 1], [T.registers, T.dq_registers, 24])  # fmt: skip
+            (add_partition, (p, mem, 0, T)),
+            (add_partition, (p, mem, 1, T)),
+            (zero_partition, (p, mem, T)),
+        ], [4, 4, 1, 1, 1, 1], [T.registers, T.dq_registers, 24, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer_partition, (p, mem, 0, T)),
             (consumer_partition, (p, mem, 1, T)),
-            (dq_warp, (p, mem, T)),
             (load_partition, (p, mem, T)),
-        ], [4, 1, 1], [T.registers, T.dq_registers, 24])  # fmt: skip
+            (add_partition, (p, mem, 0, T)),
+            (add_partition, (p, mem, 1, T)),
+            (zero_partition, (p, mem, T)),
+        ], [4, 1, 1, 1, 1], [T.registers, 24, 24, 24, 24])  # fmt: skip

@@ -22,15 +22,14 @@ written"."""
 DS_FREE = gl.constexpr(8)
 STAGE_FREE = gl.constexpr(12)
 DQ_FULL = gl.constexpr(14)
-TURNS_AT = gl.constexpr(4)
-"""Where the turns of the tiles begin, behind the counter: at the next 16 bytes."""
 PAIR = gl.constexpr(256)
 """Threads of two warpgroups."""
 
 
 @aggregate
 class Problem:
-    """The arguments of the kernel, see `backward_kernel`. `strides`: see `arrays_of_block`."""
+    """The arguments of the kernel, see `backward_kernel`. `strides`: see `arrays_of_block`. `ahead`: with `ready` and
+    `head_size`."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -48,12 +47,16 @@ class Problem:
     order: gl.tensor
     counter: gl.tensor
     turns: gl.tensor
+    sums: gl.tensor
+    zeroed: gl.tensor
+    summed: gl.tensor
     sizes: gl.tuple
     band: gl.tuple
     strides: gl.tuple
     scales: gl.tuple
     parts: gl.tensor
     work: gl.tuple
+    ahead: gl.tuple
 
     @gluon.constexpr_function
     def __init__(
@@ -74,12 +77,16 @@ class Problem:
         order,
         counter,
         turns,
+        sums,
+        zeroed,
+        summed,
         sizes,
         band,
         strides,
         scales,
         parts,
         work,
+        ahead,
     ):
         self.q = q
         self.k = k
@@ -97,12 +104,16 @@ class Problem:
         self.order = order
         self.counter = counter
         self.turns = turns
+        self.sums = sums
+        self.zeroed = zeroed
+        self.summed = summed
         self.sizes = sizes
         self.band = band
         self.strides = strides
         self.scales = scales
         self.parts = parts
         self.work = work
+        self.ahead = ahead
 
 
 @aggregate
@@ -133,7 +144,8 @@ class Keys:
 class Shared:
     """Shared memory and its barriers. `k`, `v`: 64 keys each. `ds`: as the barriers. `dq` and `dq_boxes` are the same
     buffers: written as a tile, sent as what a reduce-add takes. `dk` may be the buffers of dS. `tile`: see
-    `forward_state.announce`."""
+    `forward_state.announce`. `dq_next`: of the two warps that add dQ; with a buffer each, its tile is written, else the
+    other one has its tile."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -154,6 +166,7 @@ class Shared:
     kv_full: gl.shared_memory_descriptor
     kv_free: gl.shared_memory_descriptor
     dq_free: gl.shared_memory_descriptor
+    dq_next: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
@@ -177,6 +190,7 @@ class Shared:
         kv_full,
         kv_free,
         dq_free,
+        dq_next,
     ):
         self.q = q
         self.do = do
@@ -197,6 +211,7 @@ class Shared:
         self.kv_full = kv_full
         self.kv_free = kv_free
         self.dq_free = dq_free
+        self.dq_next = dq_next
 
 
 @gluon.constexpr_function
@@ -318,26 +333,6 @@ def tile_at(i, first, last, T: gl.constexpr):
         return last - 1 - i
     else:
         return first + i
-
-
-@gluon.jit
-def earlier_blocks(tile, own, blocks, b, order, p, T: gl.constexpr):
-    """How many blocks of keys add to a tile of dQ before block `own` (of `blocks`) of batch `b`: they were started
-    earlier, so waiting for them cannot deadlock."""
-    band_low, band_high, rows_stride = p.band
-    if T.later_first:
-        kv_heads, group, seq_q, seq_k = p.sizes
-        last_key = gl.minimum(tile * T.block_m + T.block_m - 1 + band_high, seq_k - 1)
-        return last_key // T.block_n - own
-    elif T.bits:
-        return gl.load(order + tile * blocks + own)
-    elif T.by_rows:
-        shared = gl.where(rows_stride > 0, b, 0)  # one row of `order` for all batches, or one each
-        return own - gl.load(order + shared * gl.cdiv(p.sizes[2], T.block_m) + tile)
-    elif T.left_limit:
-        return own - gl.maximum(tile * T.block_m + band_low, 0) // T.block_n
-    else:
-        return own
 
 
 @gluon.jit

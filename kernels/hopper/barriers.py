@@ -36,41 +36,53 @@ def arrive(barrier, threads: gl.constexpr):
 
 @gluon.jit
 def bulk_writes_done():
-    """Wait until the bulk copies of this thread are written, not only read from shared memory, and order them before
-    what follows.
+    """Wait until the bulk copies of this thread are written, not only read from shared memory.
 
     Triton's `store_wait` is the `.read` form, after which other thread blocks may not yet see the result
     (https://github.com/Dao-AILab/flash-attention/issues/2244).
     """
-    ASM: gl.constexpr = "{ cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0; }"
+    ASM: gl.constexpr = "{ cp.async.bulk.wait_group 0; mov.u32 $0, 0; }"
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.constexpr_function
-def _release_asm(threads):
-    first = "mov.u32 i, %laneid; " if threads == 32 else f"mov.u32 i, %tid.x; and.b32 i, i, {threads - 1}; "
-    elected = ".reg .pred p; .reg .u32 i; " + first + "setp.eq.u32 p, i, 0; "
-    return "{ " + elected + "@p red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }"
-
-
 @gluon.jit
-def wait_for_turn(counter, turn):
-    """Wait until `counter` in global memory has reached `turn`; order what follows after
-    it."""
-    address = counter.to(gl.int64, bitcast=True)
-    ASM: gl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"
-    while gl.inline_asm_elementwise(ASM, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1) < turn:
-        pass
+def order_proxies():
+    """Order what this thread has read and written before what TMA does next, and the other way round."""
     gl.inline_asm_elementwise(
         "{ fence.proxy.async; mov.u32 $0, 0; }", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def wait_until(counter, number):
+    """Wait until `counter` in global memory has reached `number`; order what follows after it. By one warp."""
+    address = counter.to(gl.int64, bitcast=True)
+    ASM: gl.constexpr = "ld.acquire.gpu.global.s32 $0, [$1];"
+    while gl.inline_asm_elementwise(ASM, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1) < number:
+        pass
+    order_proxies()
     partition_barrier()
 
 
 @gluon.jit
-def pass_turn(counter, threads: gl.constexpr):
-    """Pass the turn on, once the bulk copies of this partition of one warp, or one warpgroup, are written."""
-    bulk_writes_done()
+def draw(counter):
+    """The next number of `counter` in global memory, for all lanes of one warp. (`gl.atomic_add` fences all that the
+    warp has done, and tells its lanes through shared memory.)"""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 i; mov.u32 i, %laneid; setp.eq.u32 p, i, 0; mov.u32 i, 0;"
+        " @p atom.relaxed.gpu.global.add.u32 i, [$1], 1; shfl.sync.idx.b32 $0, i, 0, 31, -1; }",
+        "=r,l", [counter.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def count_up(counter):
+    """Add 1 to `counter` in global memory, for others to see after what this warp has written: its stores, and the
+    bulk copies that it has waited for."""
+    order_proxies()
     partition_barrier()
-    ASM: gl.constexpr = _release_asm(threads)
-    gl.inline_asm_elementwise(ASM, "=r,l", [counter.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 i; mov.u32 i, %laneid; setp.eq.u32 p, i, 0;"
+        " @p red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }",
+        "=r,l", [counter.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -56,9 +56,11 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
             "delta": row,
             **rows,
             **_all("*i32", "order", "counter"),
+            "sums": "*fp32",
             **_all("i32", "kv_heads", "group", "parts", "seq_q", "seq_k", *_BAND),
             **scales,
-            **_all("i32", "together", "blocks", "items"),
+            **_all("i32", "together", "blocks", "items", "ahead", "ready", "head_size"),
+            **_all("i32", "zeroed_at", "summed_at", "turns_at"),
         }
         return _instance(backward_kernel, arguments, t, overlaps=True)
     if t.keys_stay:

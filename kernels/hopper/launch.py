@@ -11,7 +11,6 @@ from torch import Tensor
 from ..attention_problem import Problem, Unfinished
 from ..attention_reference import sinks_gradient
 from .additive import additive, shifted_lse, shifts, values_of_backward, values_of_forward
-from .backward_state import TURNS_AT
 from .descriptors import fits, readable
 from .explicit import bits_of_backward, bits_of_forward, heads_apart
 from .plans import Call, NarrowPlan, WidePlan, backward_plan, forward_plan, parts_of, rows_of_accumulator
@@ -73,10 +72,9 @@ def backward(
     call = Call.of(problem)
     parts = parts_of(call)
     written = _writable(dq), _writable(dk, parts), _writable(dv, parts)
-    plan, accumulator, delta_rows = _main(problem, call, grad_out, grad_lse, out, lse, needs, *written)
+    plan, sums, delta_rows = _main(problem, call, grad_out, grad_lse, out, lse, needs, *written)
     if isinstance(plan, NarrowPlan) and needs[0]:
-        assert accumulator is not None
-        plan.after.on((accumulator, written[0]))
+        plan.after.on((*sums, written[0]))
     for given, result in zip((dq, dk, dv), written, strict=True):
         if result.shape != given.shape:
             torch.sum(result.unflatten(2, (-1, parts)), 3, out=given)
@@ -106,10 +104,10 @@ def unfinished_backward(
     dk_to, dv_to = (x.new_empty((*x.shape[:2], x.shape[2] * parts, x.shape[3])) for x in (k, v))
     if dv is not None and parts == 1 and fits(dv):
         dv_to = dv
-    _, accumulator, delta_rows = _main(
+    _, sums, delta_rows = _main(
         problem, call, grad_out, grad_lse, out, lse, (True, True, True, needs_sinks), None, dk_to, dv_to
     )
-    assert accumulator is not None
+    accumulator, _ = sums
     dsinks = _sinks_gradient(problem.sinks, lse, delta_rows) if needs_sinks else None
     return Unfinished(accumulator[:, :, : lse.shape[2]].transpose(1, 2), problem.scale, dk_to, dv_to, parts, dsinks)
 
@@ -125,9 +123,9 @@ def _main(
     dq_to: Tensor | None,
     dk_to: Tensor,
     dv_to: Tensor,
-) -> tuple[NarrowPlan | WidePlan, Tensor | None, Tensor]:
-    """All but the last kernel: the plan, the float32 sums of dQ `[B, Hq, Sq, D]` (None above head_dim 128, where
-    `dq_to` is written) and delta by padded rows."""
+) -> tuple[NarrowPlan | WidePlan, tuple[Tensor, ...], Tensor]:
+    """All but the last kernel: the plan, the float32 sums of dQ `[B, Hq, Sq, D]` with what the kernels count (neither
+    above head_dim 128, where `dq_to` is written) and delta by padded rows."""
     q = problem.q
     batch, seq_q, heads, _ = q.shape
     do = grad_out
@@ -144,14 +142,13 @@ def _main(
     accumulator = counter = None
     if isinstance(plan, NarrowPlan):
         accumulator = q.new_empty((batch, heads, rows_of_accumulator(seq_q), q.shape[3]), dtype=torch.float32)
-        turns = batch * heads * plan.tiles if call.deterministic else 0
-        counter = q.new_empty(TURNS_AT.value + turns, dtype=torch.int32)
+        counter = q.new_empty(plan.counts.size, dtype=torch.int32)
     # Pointers that the kernel does not look at may be any.
     plan.before.on(
         (
             out, grad_out, do, lse, lse if grad_lse is None else grad_lse.contiguous(), lse_rows, delta_rows,
             lse_rows if accumulator is None else accumulator,
-            *((lse_rows, lse_rows) if counter is None else (counter, counter[TURNS_AT.value :])),
+            lse_rows if counter is None else counter,
         )
     )  # fmt: skip
     inputs = [x.data_ptr() for x in (q, problem.k, problem.v, do)]
@@ -159,11 +156,12 @@ def _main(
     results = dk_to.data_ptr(), dv_to.data_ptr()
     if isinstance(plan, NarrowPlan):
         assert accumulator is not None
+        assert counter is not None
         rows = _rows(problem, plan.template, of_rows, forward=False)
         order = _address(None if rows is None else rows.order)
-        mapped = *inputs, accumulator.data_ptr(), *results, *row_values
-        plan.main((*mapped, *_addresses(rows), order, _address(counter)))
-        return plan, accumulator, delta_rows
+        address, counts = accumulator.data_ptr(), counter.data_ptr()
+        plan.main((*inputs, address, *results, *row_values, *_addresses(rows), order, counts, address))
+        return plan, (accumulator, counter), delta_rows
     of_queries, of_keys = plan.templates
     if needs[0]:
         assert dq_to is not None
@@ -172,7 +170,7 @@ def _main(
     if needs[1] or needs[2]:
         rows = _rows(problem, of_keys, of_rows, forward=False)
         plan.keys((*inputs, *results, *row_values, *_addresses(rows)))
-    return plan, None, delta_rows
+    return plan, (), delta_rows
 
 
 def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta_rows: Tensor) -> Tensor | None:

@@ -46,6 +46,8 @@ _L2_BYTES_FOR_QUERIES = 40 << 20
 """Q, dO and the accumulator of dQ of the heads that run together where the keys stay."""
 _DRIFTING_BYTES = 100 << 20
 """The same of all heads that those blocks visit: 67 MB did no harm, 134 MB did."""
+_BLOCKS_AHEAD = 32
+"""At least so many blocks of keys are drawn before, and zero, what a block of keys adds to."""
 _ROWS_PER_PROGRAM = 32
 """Of the kernels in prepare.py."""
 
@@ -178,6 +180,31 @@ def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What the kernels of a backward up to head_dim 128 count, in one array of int32 that is zero when the main one
+    starts: the blocks of keys that were drawn, and from these places on (each at 16 bytes)"""
+
+    zeroed: int
+    """for every head the blocks of keys that have zeroed their part of its sums of dQ,"""
+    summed: int
+    """for every head the warps that have added what a block of keys has, two for every block,"""
+    turns: int
+    """for every tile the blocks of keys that have added to it (`deterministic`)."""
+    size: int
+
+    @classmethod
+    def of(cls, heads: int, tiles: int) -> Counts:
+        """`heads`: of all batches; `tiles`: of all heads, as far as they have turns."""
+        padded = -(-heads // 4) * 4
+        return cls(4, 4 + padded, 4 + 2 * padded, 4 + 2 * padded + tiles)
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """As the kernels take them."""
+        return self.zeroed, self.summed, self.turns
+
+
+@dataclass(frozen=True)
 class BackwardPlan:
     """What both kinds of backward share, see `prepare.py`: `before`, and the rows of LSE and delta, padded."""
 
@@ -188,12 +215,12 @@ class BackwardPlan:
 @dataclass(frozen=True)
 class NarrowPlan(BackwardPlan):
     """Head dimensions up to 128. `main`: maps of q, k, v, dO, dQ (the accumulator), dK, dV, LSE and delta; pointers to
-    the arrays of rows.py, and the counter with the turns behind it. `after`: rounds dQ."""
+    the arrays of rows.py, the counter with what stands behind it, and the accumulator. `after`: rounds dQ."""
 
     template: BackwardTemplate
     main: MappedLaunch
     after: Launch
-    tiles: int
+    counts: Counts
 
 
 @dataclass(frozen=True)
@@ -238,12 +265,15 @@ def parts_of(call: Call) -> int:
 def _heads_of_a_block(call: Call) -> int:
     """How many query heads a block of keys may visit. Causal blocks differ in length and are soon at different heads;
     if those do not fit L2 together, each reads its queries from memory. At 2 x 8k tokens of 64/8 heads, blocks of eight
-    heads had 478 TFLOP/s, of four 539, of two 551, of one 539; of 32/8 heads, of four 561, of two 531."""
+    heads had 478 TFLOP/s, of four 539, of two 551, of one 539; of 32/8 heads, of four 561, of two 531. Deterministic
+    ones wait for each other as well: of 32/8 heads, blocks of four had 346, of one 567."""
     batch, _, heads, _, _, kv_heads = call.sizes
     group = heads // kv_heads
     causal = call.right is not None and call.left is None and call.data is None
     if not causal or max(call.q[0][3], call.v[0][3]) > 128:
         return group
+    if call.deterministic:
+        return 1
     together = _chunk(batch * kv_heads, _key_heads_together(call, masked=True))
     return group if group * together * _queries_bytes(call) <= _DRIFTING_BYTES else min(group, 4)
 
@@ -262,17 +292,24 @@ def backward_plan(
     blocks = -(-seq_k // template.block_n)
     padded_rows = -(-seq_q // PADDED) * PADDED if wide else -(-seq_q // template.block_m) * template.block_m
     accumulator_rows = rows_of_accumulator(seq_q)
+    parts = parts_of(call)
+    together = _chunk(batch * kv_heads * parts, _key_heads_together(call, masked=template.masked))
+    grid = together, blocks, batch * kv_heads * parts // together
+    programs, group = min(math.prod(grid), _multiprocessors(call.device)), heads // kv_heads // parts
+    ahead, ready = heads_ahead(programs, together, blocks)
+    counts = Counts.of(batch * heads, batch * heads * padded_rows // template.block_m if call.deterministic else 0)
     before = Launch(
         prepare.before, (padded_rows // _ROWS_PER_PROGRAM * batch * heads,), torch.device("cuda", call.device),
-        (*[call.dtype] * 3, *[torch.float32] * 5, torch.int32, torch.int32),
+        (*[call.dtype] * 3, *[torch.float32] * 5, torch.int32),
         (
             *_strides(out), *_strides(grad_out), grad_out[1][3],
-            heads, seq_q, accumulator_rows, padded_rows, head_dim, out[0][3],
+            heads, seq_q, accumulator_rows, padded_rows, head_dim, out[0][3], ready * group,
+            *counts.places,
         ),
         {
             "TILE": template.block_m, "ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim, "V_DIM": template.v_dim,
             "HAS_GRAD_LSE": grad_lse, "COPY": do != grad_out, "ACCUMULATE": not wide,
-            "COUNT": not wide, "TURNS": not wide and call.deterministic,
+            "TURNS": not wide and call.deterministic,
         },
         num_warps=4,
     )  # fmt: skip
@@ -289,13 +326,10 @@ def backward_plan(
     )
     dk_lanes = template.dk_lanes if isinstance(template, BackwardTemplate) else template.qk_dim
     gradients = tensor_map(*dk, call.dtype, 64, dk_lanes), tensor_map(*dv, call.dtype, *values)
-    parts = parts_of(call)
     numbers = (
-        *(kv_heads * parts, heads // kv_heads // parts, parts, seq_q, seq_k),
+        *(kv_heads * parts, group, parts, seq_q, seq_k),
         *call.band(blocks), *call.scales(), call.scale,
     )  # fmt: skip
-    together = _chunk(batch * kv_heads * parts, _key_heads_together(call, masked=template.masked))
-    grid = together, blocks, batch * kv_heads * parts // together
     kernel = _loaded(template, call.dtype, call.device)
     if isinstance(templates, tuple):
         of_keys = MappedLaunch(kernel, grid, (*inputs, *gradients, rows, rows), numbers, template, call.device)
@@ -303,14 +337,28 @@ def backward_plan(
     dq_map = spread_rows_map(batch * heads, accumulator_rows, head_dim, templates.dq_box)
     after = Launch(
         prepare.after, (-(-seq_q // _ROWS_PER_PROGRAM) * batch * heads,), torch.device("cuda", call.device),
-        (torch.float32, call.dtype), (*_strides(dq), heads, seq_q, accumulator_rows, head_dim, call.scale),
+        (torch.float32, torch.int32, call.dtype),
+        (*_strides(dq), heads, seq_q, accumulator_rows, head_dim, counts.summed, group, 2 * blocks, call.scale),
         {"ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim}, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     maps = *inputs, dq_map, *gradients, rows, rows
-    items = math.prod(grid)
-    programs = min(items, _multiprocessors(call.device))
-    main = MappedLaunch(kernel, (programs, 1, 1), maps, (*numbers, *grid[:2], items), template, call.device)
-    return NarrowPlan(before, padded_rows, templates, main, after, padded_rows // template.block_m)
+    work = *grid[:2], math.prod(grid), ahead, ready, group * accumulator_rows * head_dim, *counts.places
+    main = MappedLaunch(kernel, (programs, 1, 1), maps, (*numbers, *work), template, call.device)
+    return NarrowPlan(before, padded_rows, templates, main, after, counts)
+
+
+def heads_ahead(programs: int, together: int, blocks: int) -> tuple[int, int]:
+    """(how many heads after its own is the one whose sums of dQ a block of keys zeroes a part of, how many heads are
+    zero at launch), in key heads times parts: whole chunks of `together` heads, so that who zeroes a head is drawn
+    before who adds to it.
+
+    Of heads that many blocks of keys come before, the zeros have left the L2 cache when they are added to: head_dim
+    128, causal 1k, had 314 TFLOP/s 18 heads ahead, 337 four. But the blocks that run first, as many as `programs`,
+    shall find zeros.
+    """
+    chunk = together * blocks
+    ahead = -(-_BLOCKS_AHEAD // chunk) * together
+    return ahead, max(-(-programs // chunk) * together, ahead)
 
 
 def rows_of_accumulator(seq_q: int) -> int:
@@ -372,7 +420,7 @@ def _key_heads_together(call: Call, *, masked: bool) -> int:
     """How many key/value heads run at the same time where the keys stay. Blocks of keys pass the queries side by side,
     unless a mask lets each begin where its keys are first seen: then they are all over the sequence, of which one query
     head each must stay in L2. Causal GQA 32/8 at 8k had 529 TFLOP/s with 2, 492 with 4."""
-    if not masked or call.deterministic:
+    if not masked:
         return 4
     return 2 if 2 * _queries_bytes(call) <= _L2_BYTES_FOR_QUERIES else 1
 

@@ -1,15 +1,18 @@
 """The two memory-bound kernels around the backward, in plain Triton.
 
-`before`: delta = rowsum(dO * O) - dLSE and LSE in base 2, both padded to whole tiles; up to head_dim 128 the float32
-accumulator of dQ, the turns and the counter of blocks are zeroed; a dO that TMA cannot read is copied on the way.
-Traffic: 2 rows v_dim elements read, 4 rows qk_dim bytes written.
+`before`: delta = rowsum(dO * O) - dLSE and LSE in base 2, both padded to whole tiles; up to head_dim 128 the counter of
+blocks and what stands behind it are zeroed (`plans.Counts`), and of the float32 accumulator of dQ the heads that come
+first: the others are zeroed by the main kernel, shortly before it adds to them. A dO that TMA cannot read is copied on
+the way.
+Traffic: 2 rows v_dim elements read, 4 zeroed_heads accumulator_rows head_dim bytes written.
 `after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes read, rows qk_dim elements written.
 
 The three kernels overlap by programmatic dependent launch. `before` starts like any other, after everything that was
 launched before it, and lets the next one start at once; that one waits for it (all its programs, and what they have
-written) before it touches anything but K and V. `after` waits in the same way for the main kernel, which therefore has
-not ended before all of its thread blocks have waited for `before`, and lets nobody start early itself. So whatever
-follows on the stream finds all three complete.
+written) before it touches global memory, and only then lets `after` start, whose programs find room where a thread
+block of the main kernel has ended. Each waits for its own head, by a count of who has added to it: what is left to do
+at the end of the main kernel does not fill the chip. The last program waits for the main kernel as a whole, and `after`
+lets nobody start early. So whatever follows on the stream finds all three complete.
 """
 
 import triton
@@ -18,11 +21,12 @@ import triton.language as tl
 
 @triton.jit
 def before(
-    out, grad_out, grad_out_copy, lse, grad_lse, lse_rows, delta_rows, accumulator, counter, turns,
+    out, grad_out, grad_out_copy, lse, grad_lse, lse_rows, delta_rows, accumulator, counter,
     out_b, out_h, out_s, grad_b, grad_h, grad_s, grad_lane,
-    heads, rows, accumulator_rows, padded_rows, head_dim, v_head_dim,
+    heads, rows, accumulator_rows, padded_rows, head_dim, v_head_dim, zeroed_heads,
+    zeroed_at, summed_at, turns_at,
     TILE: tl.constexpr, ROWS: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr, COPY: tl.constexpr, ACCUMULATE: tl.constexpr, COUNT: tl.constexpr, TURNS: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr, COPY: tl.constexpr, ACCUMULATE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (padded_rows / ROWS) * batch * heads. `lse_rows`, `delta_rows`: float32 [batch, heads, padded_rows].
 
@@ -31,8 +35,10 @@ def before(
     """
     tl.extra.cuda.gdc_launch_dependents()
     chunks = padded_rows // ROWS
-    head = tl.program_id(0) // chunks
-    row0 = (tl.program_id(0) - head * chunks) * ROWS
+    # The heads that come first last: their dO is in the L2 cache then.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = program // chunks
+    row0 = (program - head * chunks) * ROWS
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     r = row0 + tl.arange(0, ROWS)
@@ -54,17 +60,20 @@ def before(
     tl.store(lse_rows + padded, tl.where(empty, float("inf"), log_sum * 1.4426950408889634))
     tl.store(delta_rows + padded, tl.where(empty, 0.0, delta))
     if ACCUMULATE:
-        q_lane = tl.arange(0, QK_DIM)
-        zero = tl.zeros((ROWS, QK_DIM), tl.float32)
-        here = inside[:, None] & (q_lane < head_dim)[None, :]
-        line = head.to(tl.int64) * accumulator_rows + r
-        tl.store(accumulator + line[:, None] * head_dim + q_lane[None, :], zero, mask=here)
-    if COUNT:  # noqa: SIM102 (decided at compile time; the next one is not)
-        if tl.program_id(0) == 0:
-            tl.store(counter, 0)
+        if head < zeroed_heads:
+            q_lane = tl.arange(0, QK_DIM)
+            zero = tl.zeros((ROWS, QK_DIM), tl.float32)
+            here = inside[:, None] & (q_lane < head_dim)[None, :]
+            line = head.to(tl.int64) * accumulator_rows + r
+            tl.store(accumulator + line[:, None] * head_dim + q_lane[None, :], zero, mask=here)
+        if row0 == 0:
+            tl.store(counter + zeroed_at + head, 0)
+            tl.store(counter + summed_at + head, 0)
+            if head == 0:
+                tl.store(counter, 0)
     if TURNS:  # noqa: SIM102 (decided at compile time; the next one is not)
         if row0 % TILE == 0:
-            tl.store(turns + padded_row_tile(head, row0, padded_rows, TILE), 0)
+            tl.store(counter + turns_at + padded_row_tile(head, row0, padded_rows, TILE), 0)
 
 
 @triton.jit
@@ -74,13 +83,17 @@ def padded_row_tile(head, row0, padded_rows, TILE: tl.constexpr):
 
 @triton.jit
 def after(
-    accumulator, dq, dq_b, dq_h, dq_s, heads, rows, accumulator_rows, head_dim, scale,
+    accumulator, counter, dq, dq_b, dq_h, dq_s, heads, rows, accumulator_rows, head_dim, summed_at, group, additions,
+    scale,
     ROWS: tl.constexpr, QK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ceil(rows / ROWS) * batch * heads. `accumulator`: float32 [batch, heads, accumulator_rows, head_dim]."""
-    tl.extra.cuda.gdc_wait()
+    """Grid: ceil(rows / ROWS) * batch * heads. `accumulator`: float32 [batch, heads, accumulator_rows, head_dim].
+    `additions`: the count of a `group` of heads when all of it is summed."""
     chunks = tl.cdiv(rows, ROWS)
     head = tl.program_id(0) // chunks
+    # Triton makes a load of it: nothing is added.
+    while tl.atomic_add(counter + summed_at + head // group, 0, sem="acquire", scope="gpu") < additions:
+        pass
     r = (tl.program_id(0) - head * chunks) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, QK_DIM)
     here = (r < rows)[:, None] & (lane < head_dim)[None, :]
@@ -90,3 +103,5 @@ def after(
     h = (head % heads).to(tl.int64)
     at = dq + b * dq_b + h * dq_h + r.to(tl.int64)[:, None] * dq_s + lane[None, :]
     tl.store(at, (x * scale).to(dq.dtype.element_ty), mask=here)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()

@@ -138,7 +138,7 @@ class BackwardTemplate(Template):
     """K and V are left operands in registers."""
     dq_apart: bool
     """dQ is computed by a warpgroup of its own; otherwise by the two that hold dK and dV, half of its lanes each and
-    one tile late, and a warp adds it to memory."""
+    one tile late."""
     early_scores: bool
     """S of the next tile is issued behind the last product of a tile (not with `dq_apart`)."""
 
@@ -179,8 +179,8 @@ class BackwardTemplate(Template):
 
     @property
     def dq_registers(self) -> int:
-        """Per thread of the warpgroup, or warp, that adds dQ; the load warp has 24."""
-        return 72 if self.dq_apart else 24
+        """Per thread of the warpgroup that computes dQ, where there is one; single warps have 24."""
+        return 72
 
     @property
     def max_registers(self) -> int:
@@ -403,8 +403,8 @@ def backward_template(
     tile = None if dims is None else _BACKWARD_TILES.get(dims)
     if dims is None or tile is None:
         return None
-    # Beside tanh, or what an order of additions needs to know of a mask, keys in registers would be spilled.
-    keys_in_registers = tile.keys_in_registers and not softcap and not (deterministic and mask != "none")
+    # Beside tanh keys in registers would be spilled.
+    keys_in_registers = tile.keys_in_registers and not softcap
     return BackwardTemplate(
         *dims, mask, softcap, deterministic, tile.block_m, tile.block_n, tile.stages, 4,
         keys_in_registers, tile.dq_apart, tile.early_scores and not softcap,

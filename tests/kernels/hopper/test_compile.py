@@ -71,25 +71,28 @@ SPILLS = {
     "queries-*-softcap": 128,
     "queries-*": 64,
     "keys-*": 0,
-    # The two warpgroups of the backward have code of their own, and what each spills counts.
-    "backward-64x64-values*-deterministic": 350,
-    "backward-64x64-values*": 100,
-    "backward-64x64-segments-deterministic": 350,
-    "backward-64x64-segments*": 48,
+    # The two warpgroups of the backward have code of their own, and what each spills counts. The single warps, of 24
+    # registers, spill up to 60 bytes: once a block of keys, or, where the order of additions is fixed, once a tile.
+    "backward-64x64-values*-deterministic": 160,
+    "backward-64x64-values*": 140,
+    "backward-64x64-segments-deterministic": 96,
+    "backward-64x64-segments*": 80,
+    "backward-64x64-bits*": 24,
     "backward-64x64-band*": 24,
     "backward-64x64-*-deterministic": 24,
     "backward-64x64-*": 0,
-    "backward-128x128-values*-softcap": 1380,
+    "backward-128x128-values*-softcap": 1400,
     "backward-128x128-values*": 280,
-    "backward-128x128-segments-softcap": 1700,
-    "backward-128x128-segments*": 208,
+    "backward-128x128-segments-softcap": 1720,
+    "backward-128x128-segments*": 260,
     "backward-128x128-none-softcap": 72,
     "backward-128x128-none*": 8,
-    "backward-128x128-bits-softcap": 650,
-    "backward-128x128-bits*": 48,
-    "backward-128x128-rows-softcap": 760,
+    "backward-128x128-bits-softcap": 700,
+    "backward-128x128-bits*": 80,
+    "backward-128x128-rows-softcap": 780,
     "backward-128x128-rows*": 16,
-    "backward-128x128-*-softcap": 800,
+    "backward-128x128-*-softcap": 820,
+    "backward-128x128-*-deterministic": 200,
     "backward-128x128-*": 160,
 }
 
@@ -114,18 +117,15 @@ def assert_as_designed(used: dict[str, object]) -> None:
     assert not used["warnings"], f"ptxas serialised the products of {name}: {used['warnings']}"
     assert set(used["barrier_ids"]) <= TRITON_BARRIERS, used  # type: ignore[call-overload]
     assert used["wgmma"] == expected_wgmma(name), used
-    # At head_dim 64 dQ leaves at once, by boxes of 128 bytes a row that warps share; at 128 each half from one warp.
-    assert used["tma_reduce"] == (0 if direction != "backward" else 1 if "-64x64-" in name else 4), used
+    # Two warps add dQ, by boxes of 128 bytes a row.
+    assert used["tma_reduce"] == (0 if direction != "backward" else 4 if "-64x64-" in name else 8), used
     assert used["overlaps"] == (direction == "backward"), used
     assert used["waits"] == expected_waits(name), used
 
 
 def expected_waits(name: str) -> int:
-    """Where a kernel waits for the one before it: before anything that the data says of the mask, in the load warp
-    before all but K and V, and where dQ is added."""
-    if not name.startswith("backward"):
-        return 0
-    return 2 + (name.split("-")[2] not in ("none", "right", "band"))
+    """Where a kernel waits for the one before it: in the load warp, in the two that add dQ, in the one that zeroes."""
+    return 4 if name.startswith("backward") else 0
 
 
 def expected_wgmma(name: str) -> int:

@@ -255,6 +255,25 @@ def test_registers(queries: int, registers: int, at_launch: int) -> None:
     assert found.programs * threads * at_launch <= 65536
 
 
+@pytest.mark.parametrize(
+    ("programs", "together", "blocks", "expected"),
+    [(132, 2, 8, (4, 18)), (132, 4, 8, (4, 20)), (132, 2, 32, (2, 6)), (132, 1, 128, (1, 2)), (3, 4, 1, (32, 32))],
+)
+def test_heads_are_zeroed_before_they_are_drawn(
+    programs: int, together: int, blocks: int, expected: tuple[int, int]
+) -> None:
+    """By blocks of keys that are drawn before those that add; the blocks that run first find zeros."""
+    from fusion_pass.kernels.hopper.plans import heads_ahead
+
+    ahead, ready = heads_ahead(programs, together, blocks)
+    assert (ahead, ready) == expected
+    drawn = [chunk * together + i % together for chunk in range(40) for i in range(together * blocks)]
+    assert max(drawn[:programs]) < ready
+    for head in range(ready, ready + 2 * ahead):
+        last_zeros = max(at for at, other in enumerate(drawn) if other == head - ahead)
+        assert last_zeros < drawn.index(head)
+
+
 def test_a_mask_of_every_head_has_blocks_of_one_query_head() -> None:
     """Its planes, and the thread blocks of the backward, which each read one of them."""
     from fusion_pass.kernels.attention_ops import problem_of
@@ -266,6 +285,19 @@ def test_a_mask_of_every_head_has_blocks_of_one_query_head() -> None:
         assert (call.data, call.band(1)[2:]) == ("bits", planes)
         if heads > 1:
             assert parts_of(call) == 4
+
+
+@pytest.mark.parametrize(("causal", "parts"), [("top_left", 4), ("none", 1)])
+def test_deterministic_causal_blocks_visit_one_query_head(
+    causal: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fusion_pass.kernels.attention_ops import problem_of
+    from fusion_pass.kernels.hopper import plans
+
+    monkeypatch.setattr(plans, "_multiprocessors", lambda _device: 132)
+    q, k = (torch.empty(2, 8192, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    call = plans.Call.of(problem_of(q, k, k, causal=causal, deterministic=True))
+    assert plans.parts_of.__wrapped__(call) == parts
 
 
 @pytest.mark.parametrize(

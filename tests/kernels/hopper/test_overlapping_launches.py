@@ -79,6 +79,25 @@ def test_calls_by_turns(name: str, dim: int, device: torch.device, monkeypatch: 
             assert_same_bits(backward(), gradients)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_on_two_streams(dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither has all of its thread blocks running: who waits for others' sums or zeros waits for blocks that run."""
+    calls = [call("causal", dim, device) for _ in range(2)]
+    expected = [one_by_one(backward, monkeypatch) for backward in calls]
+    streams = [torch.cuda.Stream(device) for _ in calls]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    results: list[list[Gradients]] = [[], []]
+    for _ in range(10):
+        for stream, backward, made in zip(streams, calls, results, strict=True):
+            with torch.cuda.stream(stream):
+                made.append(backward())
+    torch.cuda.synchronize(device)
+    for made, gradients in zip(results, expected, strict=True):
+        for result in made:
+            assert_same_bits(result, gradients)
+
+
 @pytest.mark.parametrize("name", ["causal", "segments"])
 def test_in_a_cuda_graph(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [call(name, 128, device) for _ in range(2)]
