@@ -267,6 +267,19 @@ def test_key_written_before_the_result_is_moved(write: str) -> None:
     assert "is overwritten by" in refused(model, *qkv())
 
 
+def test_scaled_query_that_is_written_in_part() -> None:
+    """The factor of the first heads is another one, so none is taken out."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scaled = q * 0.5
+        scaled[:, :2] *= 3.0
+        return sdpa(scaled, k, v)
+
+    module, inputs = graphs.captured(model, *qkv())
+    (place,) = graphs.check(module, inputs)
+    assert graphs.arguments(place)["q"].startswith("scaled")
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_result_written_in_place(grad: bool) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

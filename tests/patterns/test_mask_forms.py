@@ -186,6 +186,16 @@ def test_chunks_become_segments() -> None:
     assert "mask" not in found
 
 
+def test_chunks_whose_numbers_are_overwritten_are_a_mask() -> None:
+    def mask(q: Tensor, k: Tensor) -> Tensor:
+        chunks, own = columns(k) // 4, rows(q) // 4
+        seen = chunks == own
+        own.mul_(0)
+        return seen
+
+    assert "q_segment_ids" not in proved(mask)
+
+
 def test_one_chunk_is_no_segment() -> None:
     assert proved(lambda q, k: (columns(k) // 64 == rows(q) // 64) & (columns(k) <= rows(q))) == {"causal": "top_left"}
 

@@ -140,6 +140,21 @@ def test_rotated_lanes_with_a_gap():
     refused("not one block of even width", rotate=rotate)
 
 
+@pytest.mark.parametrize("tail", [lambda x: 2 * x, lambda x: -x, lambda x: x.flip(-1)], ids=["twice", "minus", "moved"])
+def test_lanes_beside_the_rotated_ones_that_do_not_pass_through(tail):
+    def rotate(q, c, s):
+        x = q[..., :HALF]
+        swapped = torch.cat((-x[..., HALF // 2 :], x[..., : HALF // 2]), -1)
+        c, s = (torch.cat((t[..., : HALF // 2],) * 2, -1) for t in (c, s))
+        return torch.cat((x * c + swapped * s, tail(q[..., HALF:])), -1)
+
+    sites = sites_of(Attention(rotate=rotate, norm=None), *inputs())
+    assert all(
+        site.call.options["rotary_dim"] == HALF == site.outputs[0].node.meta["example_value"].shape[-1]
+        for site in sites
+    )
+
+
 def test_layer_norm_with_a_weight_stored_around_one():
     refused("has no operator", norm=lambda x, w: F.layer_norm(x, (D,), None, None, 1e-6) * (1 + w))
 
