@@ -22,7 +22,7 @@ from fusion_pass.graph.vocabulary import fake_tensor, holds, layer_of, operation
 
 from . import softmax_attention
 from .attention_repeats import AttentionRepeats
-from .facts import Refused
+from .facts import Refused, check_written_for_itself
 from .heads import Heads, fold, keeps_everything, moved_axes, number
 from .index_reading import IndexReader
 from .mask import Frame, MaskRefused, MaskTerm, Meaning, SeenKeys, prove
@@ -195,6 +195,7 @@ def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> 
         options=_options(attention, q.factor * k.factor, seen, out_order),
     )
     region = _region(attention, (q, k, v), chain)
+    check_written_for_itself(effects, region, (output.node,))
     return Site("attention", layer_of(attention.result), call, (output,), region, anchor)
 
 

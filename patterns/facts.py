@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import fx
 
+from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.lanes import Value
 from fusion_pass.graph.site import Operand, Step
 
@@ -73,3 +75,12 @@ class Norm:
 def moved(node: fx.Node, *steps: Step | None) -> Operand:
     """`node` through the steps that are not None."""
     return Operand(node, tuple(step for step in steps if step is not None))
+
+
+def check_written_for_itself(effects: Effects, region: Container[fx.Node], results: Container[fx.Node]) -> None:
+    """Raise `Refused` if memory that `region` writes is read outside of it, other than through its `results`: the call
+    writes nothing."""
+    found = effects.reader_behind(region, results)
+    if found is not None:
+        write, reader = found
+        raise Refused(f"{write.name!r} writes, inside the site, what is read outside it, by {reader.name!r}.")

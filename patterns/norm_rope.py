@@ -22,7 +22,7 @@ from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site
 from fusion_pass.graph.vocabulary import layer_of
 
 from .consumers import Use, use_of
-from .facts import Refused
+from .facts import Refused, check_written_for_itself
 from .layout import result_steps
 from .pairing import Pair, difference, same_scalar, same_tables
 from .qkv import Packed, packed
@@ -54,7 +54,7 @@ def _readings(effects: Effects) -> tuple[list[Reading], list[Refusal]]:
         verdict = _verdict(effects, node, known)
         if isinstance(verdict, Reading):
             try:
-                _check_private(verdict.region, [verdict.end])
+                _check_private(effects, verdict.region, [verdict.end])
             except Refused as refused:
                 verdict = refused
         if isinstance(verdict, Refused):
@@ -165,7 +165,7 @@ def _packed_site(effects: Effects, pair: Pair) -> Site | None:
     if not _in_time(effects, call, replaced, region):
         return None
     try:
-        _check_private(region, list(replaced))
+        _check_private(effects, region, list(replaced))
         return _checked(effects, call, outputs, region, pair.q.notes)
     except Refused:
         return None
@@ -183,13 +183,14 @@ def _checked(
     return Site(call.name, layer_of(outputs[0].node), call, outputs, region, anchor, notes)
 
 
-def _check_private(region: frozenset[fx.Node], ends: Sequence[fx.Node]) -> None:
-    """A second reader would keep the work alive that the call is to replace."""
+def _check_private(effects: Effects, region: frozenset[fx.Node], ends: Sequence[fx.Node]) -> None:
+    """A second reader would keep the work alive that the call is to replace, or miss what that work wrote."""
     shared = [node for node in region if not region.issuperset(node.users) and node not in ends]
     if shared:
         node = min(shared)
         user = next(user for user in node.users if user not in region)
         raise Refused(f"{node.name!r} is computed inside the site and also read outside it, by {user.name!r}.")
+    check_written_for_itself(effects, region, ends)
 
 
 def _check_memory(effects: Effects, call: Call, region: frozenset[fx.Node], anchor: fx.Node) -> None:

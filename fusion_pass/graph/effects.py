@@ -7,7 +7,7 @@ alike.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -99,6 +99,31 @@ class Effects:
             if key is not None:
                 origin.setdefault(key, node)
         return origin
+
+    @cached_property
+    def _sharing(self) -> dict[int, list[fx.Node]]:
+        """Storage -> the nodes that have it."""
+        sharing: dict[int, list[fx.Node]] = {}
+        for node in self.order:
+            key = self.storage(node)
+            if key is not None:
+                sharing.setdefault(key, []).append(node)
+        return sharing
+
+    def reader_behind(self, region: Container[fx.Node], results: Container[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+        """A write in `region` and a node outside of it that sees that write other than through `results`; None if there
+        is none. Of memory that comes from outside the graph this is the caller, for whom its own node stands."""
+        for write in self.writers:
+            if write not in region:
+                continue
+            for key in {self.storage(target) for target in written_arguments(write)}:
+                for node in self._sharing.get(key, ()) if key is not None else ():
+                    if node.op not in ("call_function", "call_method"):
+                        return write, node
+                    for user in () if node in results else node.users:
+                        if user not in region and self.order[user] > self.order[write]:
+                            return write, user
+        return None
 
     def origin_of(self, node: fx.Node) -> fx.Node:
         """The allocation that `node`, which holds a tensor, is a view of."""

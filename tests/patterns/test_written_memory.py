@@ -1,0 +1,87 @@
+"""What a site writes and somebody else reads: the call writes nothing, so the site stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attention_graphs as graphs
+import exactness
+import pytest
+import torch
+from spellings import HALF, B, D, H, S
+from torch import Tensor
+
+Parts = tuple[Tensor, ...]
+
+
+def filled(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, half: int) -> None:
+    a, b = x[..., :HALF], x[..., HALF:]
+    if half == 0:
+        out[..., :HALF] = a * cos[..., :HALF] - b * sin[..., :HALF]
+    else:
+        out[..., HALF:] = b * cos[..., HALF:] + a * sin[..., HALF:]
+
+
+def read_between(x: Tensor, cos: Tensor, sin: Tensor) -> Parts:
+    out = torch.zeros(x.shape)
+    filled(out, x, cos, sin, 0)
+    early = out.clone()
+    filled(out, x, cos, sin, 1)
+    return out.transpose(1, 2), early
+
+
+def view_read_behind(x: Tensor, cos: Tensor, sin: Tensor) -> Parts:
+    out = torch.zeros(x.shape)
+    front = out[:, :3]
+    filled(out, x, cos, sin, 0)
+    filled(out, x, cos, sin, 1)
+    return out.transpose(1, 2), front * 2
+
+
+def read_before(x: Tensor, cos: Tensor, sin: Tensor) -> Parts:
+    out = torch.zeros(x.shape)
+    zeros = out.clone()
+    filled(out, x, cos, sin, 0)
+    filled(out, x, cos, sin, 1)
+    return out.transpose(1, 2), zeros
+
+
+def rotation() -> Parts:
+    angle = torch.randn(1, S, 1, HALF).repeat(1, 1, 1, 2)
+    return torch.randn(B, S, H, D), angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("model", [read_between, view_read_behind])
+def test_rotation_read_while_it_is_written(model: Callable[..., Parts]) -> None:
+    (reason,) = exactness.reasons_of(model, *rotation())
+    assert "'setitem' writes, inside the site, what is read outside it, by " in reason
+
+
+def test_memory_read_before_a_rotation_is_written_into_it() -> None:
+    (site,) = exactness.sites_of(read_before, *rotation())
+    assert site.fusion == "rope"
+
+
+SCORES: dict[str, Callable[..., Parts]] = {
+    "scores": lambda q, k, v, out: (torch.matmul(q, k.mT, out=out).softmax(-1) @ v, out + 1),
+    "masked scores": lambda q, k, v, out: (torch.add(q @ k.mT, torch.zeros(S), out=out).softmax(-1) @ v, out + 1),
+    "scores of the caller": lambda q, k, v, out: (torch.matmul(q, k.mT, out=out).softmax(-1) @ v,),
+    "result": lambda q, k, v, out: (torch.matmul((q @ k.mT).softmax(-1), v, out=out), out + 1),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_attention_that_writes_for_others(name: str) -> None:
+    q, k, v = torch.randn(3, B, H, S, D)
+    out = torch.empty(B, H, S, D if name == "result" else S)
+    module, _ = graphs.captured(SCORES[name], q, k, v, out)
+    assert "writes, inside the site, what is read outside it, by " in graphs.refusal(module)
+
+
+def test_attention_that_writes_for_itself() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.matmul(q, k.mT, out=torch.empty(B, H, S, S)).softmax(-1) @ v
+
+    module, inputs = graphs.captured(model, *torch.randn(3, B, H, S, D))
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site)
