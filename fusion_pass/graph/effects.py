@@ -117,10 +117,14 @@ class Effects:
             if write not in region:
                 continue
             for key in {self.storage(target) for target in written_arguments(write)}:
+                views_of_results = set[fx.Node]()
                 for node in self._sharing.get(key, ()) if key is not None else ():
                     if node.op not in ("call_function", "call_method"):
                         return write, node
-                    for user in () if node in results else node.users:
+                    if node in results or not views_of_results.isdisjoint(node.all_input_nodes):
+                        views_of_results.add(node)
+                        continue
+                    for user in node.users:
                         if user not in region and self.order[user] > self.order[write]:
                             return write, user
         return None

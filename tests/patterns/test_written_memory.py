@@ -51,14 +51,23 @@ def rotation() -> Parts:
     return torch.randn(B, S, H, D), angle.cos(), angle.sin()
 
 
+def views_of_the_result(x: Tensor, cos: Tensor, sin: Tensor) -> Parts:
+    out = torch.zeros(x.shape)
+    filled(out, x, cos, sin, 0)
+    filled(out, x, cos, sin, 1)
+    same = out.type_as(x)
+    return same.transpose(1, 2) * 2, same[:, :3] * 2
+
+
 @pytest.mark.parametrize("model", [read_between, view_read_behind])
 def test_rotation_read_while_it_is_written(model: Callable[..., Parts]) -> None:
     (reason,) = exactness.reasons_of(model, *rotation())
     assert "'setitem' writes, inside the site, what is read outside it, by " in reason
 
 
-def test_memory_read_before_a_rotation_is_written_into_it() -> None:
-    (site,) = exactness.sites_of(read_before, *rotation())
+@pytest.mark.parametrize("model", [read_before, views_of_the_result])
+def test_rotation_read_when_it_is_written(model: Callable[..., Parts]) -> None:
+    (site,) = exactness.sites_of(model, *rotation())
     assert site.fusion == "rope"
 
 
