@@ -87,6 +87,17 @@ def test_attention_that_writes_for_others(name: str) -> None:
     assert "writes, inside the site, what is read outside it, by " in graphs.refusal(module)
 
 
+def test_scores_overwritten_behind_their_softmax() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        buffer = torch.empty(B, H, S, S)
+        weights = torch.matmul(q, k.mT, out=buffer).softmax(-1)
+        buffer.mul_(2.0)
+        return weights @ v
+
+    module, _ = graphs.captured(model, *torch.randn(3, B, H, S, D))
+    assert "is written in place by 'mul_', in a way that is not followed" in graphs.refusal(module)
+
+
 def test_attention_that_writes_for_itself() -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.matmul(q, k.mT, out=torch.empty(B, H, S, S)).softmax(-1) @ v
