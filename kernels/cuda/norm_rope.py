@@ -272,15 +272,15 @@ class BackwardWork:
         arguments.integers(*partial.shape)
         self._scratch += [g.target for g in self._parameter_gradients.values() if not g.direct]
         # Not by the read-only path: the kernel before this one may still write what this one will read.
-        constants: dict[str, Constant] = {"IN_PLACE": True}
-        instance = Instance("reduce", {"Acc": ELEMENTS[self._acc], **self._parameters.types()}, constants)
+        written: dict[str, Constant] = {"IN_PLACE": True}
+        instance = Instance("reduce", {"Acc": ELEMENTS[self._acc], **self._parameters.types()}, written)
         blocks = partial.shape[1] // _SUM_COLUMNS
         site, warps = self._site, _SUM_THREADS // 32
         if self._copy is not None:
             site.write_heads(arguments, self._copy.x)
             site.write_heads(arguments, self._copy.out)
             site.write_size(arguments)
-            constants |= {**self._constants(), "WARPS": warps}
+            constants = {**self._constants(), "WARPS": warps, **written}
             instance = Instance("reduce_and_move", self._types, constants, main.accesses)
             blocks += _moving_blocks(site, self._slots, warps)
         elif deferred:
@@ -288,7 +288,7 @@ class BackwardWork:
                 for tensor in _padded(tensors, 2):
                     site.write_heads(arguments, tensor)
             self._write_rest(arguments, (), site.tokens - deferred)
-            instance = Instance("reduce_and_finish", self._types, {**main.constants, **constants}, main.accesses)
+            instance = Instance("reduce_and_finish", self._types, {**main.constants, **written}, main.accesses)
             blocks += -(-deferred * self._groups // warps)
         self._add(instance, blocks, _SUM_THREADS, arguments, overlaps=True)
 
