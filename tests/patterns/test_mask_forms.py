@@ -272,7 +272,7 @@ def test_positions_without_their_documents_are_data() -> None:
     assert with_data(mask, POSITIONS) == {"mask": "le"}
 
 
-@pytest.mark.parametrize("breaks", ["step 2", "other positions", "decreases"])
+@pytest.mark.parametrize("breaks", ["step 2", "other positions", "of a sum", "decreases"])
 def test_positions_with_other_breaks_are_data(breaks: str) -> None:
     """Segments that do not count the breaks of these positions prove nothing about them."""
 
@@ -281,6 +281,8 @@ def test_positions_with_other_breaks_are_data(breaks: str) -> None:
             ids = (torch.diff(positions, prepend=positions[:, :1] - 2, dim=-1) != 2).cumsum(-1)
         elif breaks == "other positions":
             ids = packed(others)
+        elif breaks == "of a sum":
+            ids = packed(positions + others)
         else:
             ids = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) < 1).cumsum(-1)
         return (positions[:, None, None, :] <= positions[:, None, :, None]) & same(ids)
