@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exactness import assert_exact, capture, find, reasons_of, sites_of
-from spellings import HALF, Attention, D, H, S, halves, inputs, rms
+from spellings import HALF, Attention, B, D, H, S, halves, inputs, rms
 from torch import fx
 
 from fusion_pass.patterns.facts import Refused
@@ -238,6 +238,24 @@ def test_no_wrong_match(rotate):
     module, args = capture(Attention(rotate=rotate, norm=None), *inputs())
     sites, _ = find(module)
     assert_exact(module, args, sites)
+
+
+def attend(*qkv):
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x, y, c, s: attend(halves(x, c, s), y, x) + attend(x, halves(y, c, s), y),
+        lambda x, y, c, s: attend(halves(x, c, s) + halves(y, c, s), x, y),
+    ],
+    ids=["of_two_attentions", "both_of_the_query"],
+)
+def test_rotations_that_are_no_pair(model):
+    angle = torch.randn(1, S, 1, HALF).repeat(1, 1, 1, 2)
+    found = sites_of(model, *torch.randn(2, B, S, H, D), angle.cos(), angle.sin())
+    assert [site.fusion for site in found] == ["rope", "rope"]
 
 
 def test_table_written_before_the_call():
