@@ -12,8 +12,8 @@ counter. The products are those of FlashAttention-3 (arXiv 2407.08608).
     dQ = dS K, over the keys of both:
         head_dim 64    a warpgroup of its own
         head_dim 128   half of the lanes in each of the two, one tile late
-    2 warps, every second tile of dQ each: TMA reduce-add in float32                  (`backward_sums.py`)
-    1 warp: zeros for the heads that come next
+    2 or 3 warps, a tile of dQ after the other: TMA reduce-add in float32             (`backward_sums.py`)
+    1 warp, with three of those the load warp: zeros for the heads that come next
 
 So no warpgroup waits for another inside a tile: what it needs of the other one was written a tile before. At head_dim
 64 K and V are in registers as left operands, and shared memory holds two blocks of them and what dK and dV leave
@@ -53,7 +53,7 @@ from .backward_state import (
     tile_at,
 )
 from .backward_step import consumer_partition
-from .backward_sums import add_partition, zero_partition
+from .backward_sums import add_partition, zero_part, zero_partition
 from .forward_state import announce, announced
 from .gluon_api import (
     launch_dependents,
@@ -118,6 +118,8 @@ def load_partition(p, mem, T: gl.constexpr):
         late = (T.key_slots == 1) & (turn > 0) & (last > first)
         if not late:
             _load_keys(b, kv, key0, turn, p, mem, T)
+        if T.adders == 3:  # there is no warp left for it
+            zero_part(b, kv, key0, p, T)
         for member in range(group):
             h = kv * group + member
             row_of_tile = (b * kv_heads * group + h) * per_head
@@ -163,7 +165,7 @@ def dq_warpgroup(p, mem, T: gl.constexpr):
             mbarrier.wait(mem.dq_free.index(odd), ((use // 2) & 1) ^ 1)
             mem.dq.index(odd).store(spread_rows(dq))
             fence_async_shared()
-            mbarrier.arrive(mem.dq_next.index(odd), count=1)
+            mbarrier.arrive(mem.dq_next.index(use % T.adders), count=1)
             use += 1
         for w in gl.static_range(2):
             mbarrier.arrive(mem.kv_free.index(at + w), count=1)
@@ -239,7 +241,7 @@ def backward_kernel(
     mem = Shared(
         tile_q, tile_do, tile_k, tile_v, tile_ds, tile_dq, boxes, tile_dk, tile_dv, rows_lse, rows_delta, places,
         new_barriers(2), new_barriers(2, 6 if T.dq_apart else 5), new_barriers(T.stages), new_barriers(T.stages),
-        new_barriers(KEYS), new_barriers(KEYS, 2), new_barriers(2), new_barriers(2),
+        new_barriers(KEYS), new_barriers(KEYS, 2), new_barriers(2), new_barriers(T.adders),
     )  # fmt: skip
     p = Problem(
         q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, ranges, order, counter,
@@ -248,7 +250,17 @@ def backward_kernel(
         (rows_stride, ranges_stride), (scale, cap_scale, grad_scale), parts, (together, blocks, items),
         (ahead, ready, head_size),
     )  # fmt: skip
-    if T.dq_apart:
+    if T.adders == 3:
+        gl.warp_specialize([
+            (consumer_partition, (p, mem, 0, T)),
+            (consumer_partition, (p, mem, 1, T)),
+            (dq_warpgroup, (p, mem, T)),
+            (load_partition, (p, mem, T)),
+            (add_partition, (p, mem, 0, T)),
+            (add_partition, (p, mem, 1, T)),
+            (add_partition, (p, mem, 2, T)),
+        ], [4, 4, 1, 1, 1, 1], [T.registers, T.dq_registers, 24, 24, 24, 24])  # fmt: skip
+    elif T.dq_apart:
         gl.warp_specialize([
             (consumer_partition, (p, mem, 0, T)),
             (consumer_partition, (p, mem, 1, T)),

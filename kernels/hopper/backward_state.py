@@ -144,7 +144,7 @@ class Keys:
 class Shared:
     """Shared memory and its barriers. `k`, `v`: 64 keys each. `ds`: as the barriers. `dq` and `dq_boxes` are the same
     buffers: written as a tile, sent as what a reduce-add takes. `dk` may be the buffers of dS. `tile`: see
-    `forward_state.announce`. `dq_next`: of the two warps that add dQ; with a buffer each, its tile is written, else the
+    `forward_state.announce`. `dq_next`: of the warps that add dQ; with `dq_apart` its tile is written, else the
     other one has its tile."""
 
     q: gl.shared_memory_descriptor

@@ -1,14 +1,14 @@
-"""dQ's way to memory: two warps add the tiles that a thread block hands over, every second one each (`backward.py`).
+"""dQ's way to memory: two warps, or three, take turns to add the tiles that a thread block hands over (`backward.py`).
 
     wait for the block's turn at the tile                       (deterministic)
     wait until the tile is in shared memory                     at head_dim 128 in halves
     add it: TMA reduce-add in float32
     read: the buffer is free;   written: pass the turn on       (deterministic)
 
-From the turn to its passing on is longer than a tile takes; two warps are at it at the same time. Behind a block of
+From the turn to its passing on is longer than a tile takes; the warps are at it at the same time. Behind a block of
 keys each counts for `prepare.after`, which rounds a head when all has been added to it.
 
-A third warp zeroes the sums of the heads that come next.
+A warp zeroes the sums of the heads that come next.
 """
 
 from triton.experimental import gluon
@@ -23,7 +23,7 @@ from .gluon_api import tma_reduce_add, tma_store_wait, wait_for_prerequisites
 
 @gluon.jit
 def add_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
-    """Add the even or the odd ones of the tiles that are handed over."""
+    """Add every second, or third, of the tiles that are handed over, from number `which` on."""
     kv_heads, group, seq_q, seq_k = p.sizes
     # Of two warpgroups that compute dQ one tile late, the first tile of a block of keys is none.
     LATE: gl.constexpr = 0 if T.dq_apart else 1
@@ -35,7 +35,7 @@ def add_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
         _wait_until_zero(b * kv_heads + kv, p)
         tiles = last - first
         uses = group * tiles + LATE
-        for i in range((handed + which) % 2, uses, 2):
+        for i in range((which + T.adders - handed % T.adders) % T.adders, uses, T.adders):
             if i < LATE:
                 _take_none((handed + i) // 2, mem, which)
             else:
@@ -43,7 +43,7 @@ def add_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
                 turns = p.turns + head * gl.cdiv(seq_q, T.block_m) + tile
                 if T.deterministic:
                     barriers.wait_until(turns, _earlier(tile, b, kv, key0, p, T))
-                _add((handed + i) // 2, head, tile, p, mem, which, T)
+                _add(handed + i, head, tile, p, mem, which, T)
                 if T.deterministic:
                     barriers.bulk_writes_done()
                     barriers.count_up(turns)
@@ -63,15 +63,15 @@ def _of(i, b, kv, first, last, p, T: gl.constexpr):
 
 
 @gluon.jit
-def _add(use, head, tile, p, mem, which: gl.constexpr, T: gl.constexpr):
-    """The `use`-th tile of this warp, once it is there; its buffers are free in the end."""
+def _add(n, head, tile, p, mem, which: gl.constexpr, T: gl.constexpr):
+    """The `n`-th tile that is handed over, once it is there; its buffers are free in the end."""
     if T.dq_apart:
-        mbarrier.wait(mem.dq_next.index(which), use & 1)
-        tma_reduce_add(p.dq, [head, tile * (T.block_m // 8), 0, 0, 0], mem.dq_boxes.index(which))
+        mbarrier.wait(mem.dq_next.index(which), (n // T.adders) & 1)
+        tma_reduce_add(p.dq, [head, tile * (T.block_m // 8), 0, 0, 0], mem.dq_boxes.index(n % 2))
         tma_store_wait(0)
-        mbarrier.arrive(mem.dq_free.index(which), count=1)
+        mbarrier.arrive(mem.dq_free.index(n % 2), count=1)
     else:
-        _wait_for_the_other(use, mem, which)
+        _wait_for_the_other(n // 2, mem, which)
         for w in gl.static_range(2):
             barriers.sync(DQ_FULL + w, 128 + 32)
             tma_reduce_add(p.dq, [head, tile * (T.block_m // 8), 0, 0, w * T.dq_lanes], mem.dq_boxes.index(w))
@@ -128,22 +128,28 @@ def _earlier(tile, b, kv, key0, p, T: gl.constexpr):
 def zero_partition(p, mem, T: gl.constexpr):
     """Zero what the heads that come `ahead` later will add to: with every block of keys an equal part of a head. Their
     sums are still in the L2 cache when they are added to, and `before` writes half as much."""
-    kv_heads, group, seq_q, seq_k = p.sizes
-    together, blocks, items = p.work
-    ahead, ready, size = p.ahead
     wait_for_prerequisites()
     turn = gl.to_tensor(0)
     b, kv, key0, first, last, clear_first, clear_last = announced(turn, mem)
     while b >= 0:
-        head = b * kv_heads + kv + ahead
-        if (head >= ready) & (head * blocks < items):
-            part = gl.cdiv(size, blocks * 4) * 4
-            begin = gl.minimum(key0 // T.block_n * part, size - 4)
-            end = gl.minimum(begin + part, size)
-            _zero(p.sums + head.to(gl.int64) * size, begin, end)
-            barriers.count_up(p.zeroed + head)
+        zero_part(b, kv, key0, p, T)
         turn += 1
         b, kv, key0, first, last, clear_first, clear_last = announced(turn, mem)
+
+
+@gluon.jit
+def zero_part(b, kv, key0, p, T: gl.constexpr):
+    """What a block of keys zeroes."""
+    kv_heads, group, seq_q, seq_k = p.sizes
+    together, blocks, items = p.work
+    ahead, ready, size = p.ahead
+    head = b * kv_heads + kv + ahead
+    if (head >= ready) & (head * blocks < items):
+        part = gl.cdiv(size, blocks * 4) * 4
+        begin = gl.minimum(key0 // T.block_n * part, size - 4)
+        end = gl.minimum(begin + part, size)
+        _zero(p.sums + head.to(gl.int64) * size, begin, end)
+        barriers.count_up(p.zeroed + head)
 
 
 @gluon.jit

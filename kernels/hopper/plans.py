@@ -187,7 +187,7 @@ class Counts:
     zeroed: int
     """for every head the blocks of keys that have zeroed their part of its sums of dQ,"""
     summed: int
-    """for every head the warps that have added what a block of keys has, two for every block,"""
+    """for every head the warps that have added what a block of keys has, all of them for every block,"""
     turns: int
     """for every tile the blocks of keys that have added to it (`deterministic`)."""
     size: int
@@ -338,7 +338,10 @@ def backward_plan(
     after = Launch(
         prepare.after, (-(-seq_q // _ROWS_PER_PROGRAM) * batch * heads,), torch.device("cuda", call.device),
         (torch.float32, torch.int32, call.dtype),
-        (*_strides(dq), heads, seq_q, accumulator_rows, head_dim, counts.summed, group, 2 * blocks, call.scale),
+        (
+            *_strides(dq), heads, seq_q, accumulator_rows, head_dim, counts.summed, group, templates.adders * blocks,
+            call.scale,
+        ),
         {"ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim}, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     maps = *inputs, dq_map, *gradients, rows, rows
