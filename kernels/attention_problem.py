@@ -121,9 +121,8 @@ class Problem:
     def empty_out(self, order: str) -> Tensor:
         """`[B, Sq, Hq, Dv]` in q's dtype, in memory `bshd` or `bhsd`."""
         (batch, rows, heads, _), lanes = self.q.shape, self.v.shape[3]
-        if (
-            order == "bhsd"
-        ):  # no view of something else: that could not be written in place where a gradient is recorded
+        if order == "bhsd":
+            # No view of something else: that could not be written in place where a gradient is recorded.
             strides = heads * rows * lanes, lanes, rows * lanes, 1
             return self.q.new_empty_strided((batch, rows, heads, lanes), strides)
         return self.q.new_empty((batch, rows, heads, lanes))
