@@ -25,7 +25,7 @@ from fusion_pass import FusionConfig, identity, pipeline, recognise, zoo
 from fusion_pass.extensions import patterns
 from fusion_pass.patterns.norm_rope import NormRope
 
-RUNS = 5
+RUNS = 21
 
 
 def milliseconds(function: Callable[[], Any]) -> float:
