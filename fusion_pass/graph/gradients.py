@@ -4,7 +4,7 @@ Autograd differentiates a fused call as a whole: each operand that requires a gr
 call computes. In the model a part of that may have none:
 
     x * rsqrt(mean(x.detach()^2) + eps)        the norm's factor counts as a constant
-    rotate(x, cos, sin.detach())               so does the sine, of which the call would read `sin`
+    rotate(x, cos, sin.detach())               so does the sine, where the call reads `sin` itself
 
 The fake values say it: a result that requires no gradient though one of its inputs does is a *stop*. A site is left
 alone if a stop lies inside it or between it and an operand, or if it reads something whose gradient no operand takes.
@@ -46,7 +46,7 @@ class Stops:
         if not any(modes):
             return
         for (nodes, _), enabled in zip(segments, modes, strict=True):
-            self._found.update(filter(_stops, filter(_detaches, nodes) if enabled else nodes))
+            self._found.update(n for n in nodes if (not enabled or _detaches(n)) and _stops(n, recorded=enabled))
             self._off.update(() if enabled else nodes)
 
     def reason(self, region: frozenset[fx.Node], operands: Collection[fx.Node], after: fx.Node) -> str | None:
@@ -84,21 +84,25 @@ def _segments(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], bool | None]]:
 def _begins_enabled(nodes: Iterable[fx.Node]) -> bool:
     """Whether gradients are recorded where a graph begins: the first trace of the mode tells."""
     for node in nodes:
-        if node.op in _CALLS and _requires_grad(node):
+        if node.op in _CALLS and operation(node) not in MOVEMENTS and _requires_grad(node):
             return True
         if _stops(node) and not _detaches(node):
             return False
     return True
 
 
-def _stops(node: fx.Node) -> bool:
-    """Whether the result has no gradient and what it is computed from has one."""
+def _stops(node: fx.Node, recorded: bool = True) -> bool:
+    """Whether the result has no gradient and what it is computed from has one.
+
+    Where nothing is `recorded` the result does not say it: a view made under `no_grad` requires a gradient as its base
+    does, and passes none on.
+    """
     if node.op not in _CALLS:
         return False
     if in_place(node) == "detach":
         return True
     name = operation(node)
-    if name in _OF_SHAPES or not _is_differentiable(node) or _requires_grad(node):
+    if name in _OF_SHAPES or not _is_differentiable(node) or (recorded and _requires_grad(node)):
         return False
     # A second tensor gives a cast its dtype or a view its shape.
     read: Iterable[Any] = node.args[:1] if name in MOVEMENTS | CASTS else node.all_input_nodes
