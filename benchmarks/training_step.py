@@ -1,7 +1,7 @@
 """A training step of full-size decoder layers, with and without the pass: `python -m benchmarks.training_step`.
 
 Four layers of Qwen3-8B's sizes (and of Qwen3-VL-8B's text model) from Hugging Face, unedited, random weights, bf16. In
-one run, interleaved, each timed step behind an untimed one of its own kind:
+one run, in turns, each timed step behind others of its own kind:
 
 - `torch.compile`: what a user has today (Hugging Face hands SDPA an explicit mask that only says "causal");
 - `is_causal by hand`: torch.compile, attention replaced by a call with `is_causal=True` and no mask;
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -124,22 +126,33 @@ def steps_of(name: str, batch: int, tokens: int, variants: Sequence[str] = ALWAY
     return {variant: make(*VARIANTS[variant]) for variant in variants}
 
 
-def time_steps(steps: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every round, the variants in turn.
+def time_steps(steps: dict[str, Callable[[], Tensor]], rounds: int, seconds: float = 1.6) -> dict[str, list[float]]:
+    """Milliseconds of every timed step.
 
-    Each timed step follows an untimed one of its own kind, as in training. The card runs at its power limit: behind a
-    step that draws less, any step would find a higher clock."""
+    As in training, a step follows many of its own kind: in each round every variant, in an order drawn anew, runs for
+    `seconds`, and the later half of its steps counts. The card runs at its power limit, and the clock that a step
+    finds depends on what the last steps drew."""
     times: dict[str, list[float]] = {name: [] for name in steps}
+    draw = random.Random(0)
     for _ in range(rounds):
-        for name, step in steps.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            step()
-            start.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end))
+        for name in draw.sample(list(steps), len(steps)):
+            milliseconds = repeat(steps[name], seconds)
+            times[name] += milliseconds[len(milliseconds) // 2 :]
     return times
+
+
+def repeat(step: Callable[[], Tensor], seconds: float) -> list[float]:
+    """Milliseconds of each of the steps that begin within `seconds` and follow each other without a pause."""
+    events = [torch.cuda.Event(enable_timing=True)]
+    events[0].record()
+    started = time.monotonic()
+    while time.monotonic() - started < seconds:
+        step()
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+        events[-2].synchronize()  # the host stays one step ahead, so its clock tells how long the device ran
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
 def kernels_of(step: Callable[[], Tensor], most: int = 30) -> list[tuple[float, str]]:
@@ -205,7 +218,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=size, default=TOKENS, help="batch x tokens, e.g. 2x8192")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="more than the usual three")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     arguments = parser.parse_args()
