@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-ROTATED_BYTES = 260 * 2**20
-"""Input sets add up to at least this: five times the L2 cache of an H100."""
+ROTATED = 5
+"""Input sets add up to at least so many times the card's L2 cache."""
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -37,7 +37,8 @@ class Time:
 
 def sets_for(bytes_a_call: int, most: int = 64) -> int:
     """How many input sets rotate a call's data out of the cache."""
-    return max(2, min(most, -(-ROTATED_BYTES // max(bytes_a_call, 1))))
+    rotated = ROTATED * torch.cuda.get_device_properties().L2_cache_size
+    return max(2, min(most, -(-rotated // max(bytes_a_call, 1))))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from benchmarks.norm_rope import SHAPES, Shape, fused, make_data
 from benchmarks.timing import copy_bandwidth, graph_time, sets_for, side_stream
 from fusion_pass.kernels.registration import forget_replays
 from fusion_pass.kernels.triton import norm_rope
-from fusion_pass.kernels.triton.norm_rope_tiles import Tiles, next_power_of_2
+from fusion_pass.kernels.triton.norm_rope_tiles import REGISTERS, Tiles, next_power_of_2
 
 DIRECTIONS = ("forward", "forward (training)", "backward")
 Variant = tuple[str, Tiles]
@@ -41,9 +41,8 @@ def variants(shape: Shape, direction: str, tokens: int) -> Iterator[Tiles]:
             if not backward and elements <= 64:
                 yield Tiles(1, heads, kv_heads, k, warps)
             elif backward and elements <= 32:
-                for resident in (16, 24, 32):
-                    if resident % warps == 0:
-                        yield Tiles(1, heads, kv_heads, k, warps, resident // warps)
+                for registers in (64, 80, 96, 128, 168):
+                    yield Tiles(1, heads, kv_heads, k, warps, REGISTERS // (registers * 32 * warps), registers)
         return
     small = tokens * shape.heads * lanes < 2**22
     # (elements a thread, warps, resident warps, registers)
