@@ -1,7 +1,7 @@
 """Write the table by which `backend="auto"` takes CUDA C++ or Triton: `python -m benchmarks.choose_norm_rope RESULT`.
 
 RESULT is the file of a run that measured both: `python -m benchmarks.norm_rope --baselines triton cuda inductor`. The
-table goes to `kernels/choice/`, one file an architecture; what reads it is `kernels/choice/table.py`.
+table goes to `kernels/choice/`, one file a card; what reads it is `kernels/choice/table.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.norm_rope import SHAPES, Shape
-from fusion_pass.kernels import choice
+from fusion_pass.kernels import card
+from fusion_pass.kernels.choice import table
 from fusion_pass.kernels.choice.form import BACKWARD, FORWARD, Form
 
-ARCHITECTURES = {"NVIDIA H100": 90, "NVIDIA H200": 90, "NVIDIA A100": 80, "NVIDIA B200": 100}
+CARDS = {"NVIDIA H100 80GB HBM3": card.H100, "NVIDIA H200": card.H200}
 BACKENDS = ("triton", "cuda")
 PASSES = ("forward", "forward (training)", "backward")
 
@@ -62,10 +63,10 @@ def choices(result: Mapping[str, Any]) -> dict[str, Any]:
     return {**facts, "columns": ["tokens", *BACKENDS], "shapes": shapes}
 
 
-def as_text(table: Mapping[str, Any]) -> str:
+def as_text(content: Mapping[str, Any]) -> str:
     """JSON with one measurement a line."""
-    shapes = table["shapes"]
-    head = json.dumps({name: value for name, value in table.items() if name != "shapes"}, indent=1)
+    shapes = content["shapes"]
+    head = json.dumps({name: value for name, value in content.items() if name != "shapes"}, indent=1)
     lines = []
     for shape in shapes:
         rest = json.dumps({name: value for name, value in shape.items() if name != "microseconds"})
@@ -78,10 +79,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     result = json.loads(parser.parse_args().result.read_text())
-    architecture = next((number for card, number in ARCHITECTURES.items() if result["card"].startswith(card)), None)
-    if architecture is None:
-        raise SystemExit(f"the architecture of {result['card']!r} is not known here; add it to ARCHITECTURES.")
-    path = Path(choice.__path__[0], f"sm_{architecture}.json")
+    measured = CARDS.get(result["card"])
+    if measured is None or measured not in table.TABLES:
+        raise SystemExit(f"{result['card']!r} has no table: add it to CARDS here and to TABLES of {table.__file__}.")
+    path = table.path_of(measured)
     path.write_text(as_text(choices(result)))
     print(f"wrote {path}")
 

@@ -1,7 +1,7 @@
 """The back end `measured`: CUDA C++ or Triton, for each direction and shape the one that was measured faster.
 
     form.py       what the speed of a call depends on, taken from the call
-    table.py      the measurements, one file an architecture (`sm_90.json`), and the nearest of them
+    table.py      the measurements, one file a card (`h100.json`), and the nearest of them
     autotune.py   a measurement on the user's machine, for shapes that are in no table (opt-in)
     backend.py    the back end: asks, and hands the call on
 

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from .. import registry
+from ..card import card_of
 from ..options import Options
 from ..replay import Work
 from ..streams import Backend, Copy, Gradients, GradStream, Stream, Tables
@@ -56,7 +57,7 @@ def backward(
 
 def choice(site: Site, device: torch.device, launches: Callable[[str], Sequence[Work] | None]) -> str:
     """The back end to take: by the table, or by a measurement where one is allowed and the table is not exact."""
-    row = table.nearest(site.form, site.size, table.rows(_architecture(device))) if site.usual else None
+    row = table.nearest(site.form, site.size, table.rows(card_of(device))) if site.usual else None
     if (row is None or not row.exact(site.form, site.size)) and autotune.enabled():
         measured = autotune.faster(site.key(), device, launches)
         if measured is not None:
@@ -71,8 +72,3 @@ def _counted(tables: Tables | None) -> bool:
 
 def _backend(name: str) -> Backend:
     return cast(Backend, registry.get("qk_norm_rope", name).load())
-
-
-def _architecture(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

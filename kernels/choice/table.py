@@ -1,7 +1,8 @@
 """The measurements, and which of them speaks for a call.
 
-One file an architecture, written by `python -m benchmarks.choose_norm_rope` on a card of it: for each form, number of
-heads and number of tokens the microseconds of either back end, inputs rotated out of the cache.
+One file a card (`TABLES`), written by `python -m benchmarks.choose_norm_rope`: for each form, number of heads and
+number of tokens the microseconds of either back end, inputs rotated out of the cache. A card without a file goes by
+the one of its architecture whose memory is nearest in speed.
 
 A call is decided by the row whose form is the call's and whose size is nearest (of the heads first, then of the
 tokens, by ratio). Where that form was not measured the one with the nearest head_dim stands in, then one that differs
@@ -19,7 +20,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from .. import card
+from ..card import Card
 from .form import Form, Size
+
+TABLES = {card.H100: "h100"}
+"""The measured cards, and their files' names."""
 
 FASTER = 0.99
 """CUDA C++ is taken where its time is below this fraction of Triton's: a hundredth is what two runs differ by."""
@@ -46,16 +52,21 @@ class Row:
 
 
 @cache
-def rows(architecture: int) -> tuple[Row, ...]:
-    """All measurements on cards of `architecture` (90: sm_90); none where there is no file."""
-    path = Path(__file__).with_name(f"sm_{architecture}.json")
-    if not path.exists():
+def rows(of: Card) -> tuple[Row, ...]:
+    """The measurements to go by on a card; none where none is of its architecture."""
+    measured = card.nearest(of, TABLES)
+    if measured is None:
         return ()
     return tuple(
         Row(shape["model"], Form(**shape["form"]), Size(shape["heads"], tokens), triton, cuda)
-        for shape in json.loads(path.read_text())["shapes"]
+        for shape in json.loads(path_of(measured).read_text())["shapes"]
         for tokens, triton, cuda in shape["microseconds"]
     )
+
+
+def path_of(measured: Card) -> Path:
+    """The file of one of `TABLES`."""
+    return Path(__file__).with_name(f"{TABLES[measured]}.json")
 
 
 def nearest(form: Form, size: Size, among: Sequence[Row]) -> Row | None:

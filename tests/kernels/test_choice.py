@@ -15,6 +15,7 @@ from norm_rope_cases import Case, make_inputs
 from benchmarks.choose_norm_rope import form_of
 from benchmarks.norm_rope import SHAPES
 from fusion_pass.kernels import ops, registry
+from fusion_pass.kernels.card import H100, H200, Card, nearest
 from fusion_pass.kernels.choice import autotune, backend, table
 from fusion_pass.kernels.choice.form import Form, Site, Size, backward_site, forward_site
 from fusion_pass.kernels.registry import Request
@@ -67,11 +68,19 @@ def test_a_hundredth_is_no_reason() -> None:
 
 
 def test_there_is_no_table_for_unmeasured_cards() -> None:
-    assert table.rows(75) == ()
+    assert table.rows(Card(75, 448)) == ()
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [(Card(90, 2000), H100), (Card(90, 4800), H200), (Card(90, 0), H100), (Card(100, 8000), None)],
+)
+def test_a_card_goes_by_the_nearest_memory_of_its_architecture(card: Card, expected: Card | None) -> None:
+    assert nearest(card, (H100, H200)) == expected
 
 
 def test_the_table_of_the_h100_is_of_the_benchmarks_shapes() -> None:
-    rows = table.rows(90)
+    rows = table.rows(H100)
     forms = {form_of(s, p) for s in SHAPES for p in ("forward", "forward (training)", "backward")
              if s.norm_scope == "head"}  # fmt: skip
     assert {r.form for r in rows} == forms
@@ -117,7 +126,7 @@ def test_a_call_has_the_form_it_was_measured_under(shape) -> None:  # type: igno
     assert forward.usual
     assert backward.usual
     assert forward.size == Size(shape.heads + shape.kv_heads, 2)
-    assert table.nearest(forward.form, forward.size, table.rows(90)).exact(forward.form, Size(forward.size.heads, 1))
+    assert table.nearest(forward.form, forward.size, table.rows(H100)).exact(forward.form, Size(forward.size.heads, 1))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,7 @@ def test_what_no_table_measured_is_unusual(case: Case) -> None:
 
 @pytest.fixture
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_architecture", lambda _: 90)
+    monkeypatch.setattr(backend, "card_of", lambda _: H100)
     monkeypatch.delenv(autotune.VARIABLE, raising=False)
 
 
@@ -208,7 +217,7 @@ def tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv(autotune.VARIABLE, "1")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(autotune, "_file", lambda _: path)
-    monkeypatch.setattr(backend, "_architecture", lambda _: 90)
+    monkeypatch.setattr(backend, "card_of", lambda _: H100)
     return path
 
 
