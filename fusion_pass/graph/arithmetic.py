@@ -17,6 +17,9 @@ from .vocabulary import Size, fake_tensor, operation
 SMALL_LITERAL = 1e-2
 """Literals up to this size that are added to a tensor are taken for an eps."""
 
+_VANISHING = 1e-6
+"""A sum with a part that is smaller than this, relative to the other, may look like the sum without it."""
+
 # --- elementwise ------------------------------------------------------------------------------------------------------
 
 
@@ -63,7 +66,14 @@ def _mul(context: Context, node: fx.Node, x: Any, other: Any) -> Value:
 @handler("add")
 def _add(context: Context, node: fx.Node, x: Any, other: Any, alpha: Any = 1) -> Value:
     _numeric(node)
-    return elementwise(np.add, _addend(context, x), _scaled(_addend(context, other), alpha))
+    return elementwise(_sum_of_two, _addend(context, x), _scaled(_addend(context, other), alpha))
+
+
+def _sum_of_two(a: Array, b: Array) -> Array:
+    small, large = sorted((abs(a), abs(b)), key=lambda x: x.max(initial=0))
+    if 0 < small.max(initial=0) < _VANISHING * large.min(initial=np.inf):
+        raise Opaque("an addend that vanishes in rounding")
+    return np.asarray(a + b)
 
 
 def _addend(context: Context, x: Any) -> Value:
@@ -79,7 +89,7 @@ def _scaled(x: Value, factor: Any) -> Value:
 @handler("sub")
 def _sub(context: Context, node: fx.Node, x: Any, other: Any, alpha: Any = 1) -> Value:
     _numeric(node)
-    return elementwise(np.subtract, tensor(x), _scaled(tensor(other), alpha))
+    return elementwise(lambda a, b: _sum_of_two(a, -b), tensor(x), _scaled(tensor(other), alpha))
 
 
 @handler("rsub")
@@ -242,19 +252,19 @@ def _layer_norm(
 # --- constants --------------------------------------------------------------------------------------------------------
 
 
-def _constant(node: fx.Node, fill: float) -> Value:
-    shape = shape_of(node)
-    return Value(shape, np.full((1, 1) + (1,) * len(shape), float(fill)), {})
+def _constant(context: Context, node: fx.Node, fill: float) -> Value:
+    shape, number = shape_of(node), _addend(context, float(fill))
+    return Value(shape, number.data.reshape((-1, 1) + (1,) * len(shape)), {})
 
 
 @handler("zeros", "zeros_like", "new_zeros")
 def _zeros(context: Context, node: fx.Node, *args: Any, **kwargs: Any) -> Value:
-    return _constant(node, 0)
+    return _constant(context, node, 0)
 
 
 @handler("ones", "ones_like", "new_ones")
 def _ones(context: Context, node: fx.Node, *args: Any, **kwargs: Any) -> Value:
-    return _constant(node, 1)
+    return _constant(context, node, 1)
 
 
 @handler("full", "full_like", "new_full")
@@ -262,7 +272,7 @@ def _full(context: Context, node: fx.Node, x: Any, *args: Any, **kwargs: Any) ->
     fill = kwargs.get("fill_value", args[0 if operation(node) != "new_full" else 1] if args else None)
     if isinstance(fill, bool) or not isinstance(fill, int | float):
         raise Opaque("full of an unknown number")
-    return _constant(node, fill)
+    return _constant(context, node, fill)
 
 
 @handler("tensor", "as_tensor")
@@ -271,6 +281,8 @@ def _tensor(context: Context, node: fx.Node, data: Any, **kwargs: Any) -> Value:
         numbers = np.asarray(data, dtype=np.float64)
     except (TypeError, ValueError):
         raise Opaque("tensor of unknown numbers") from None
+    if numbers.size == 1:
+        return _constant(context, node, numbers.item())
     return Value(numbers.shape, numbers.reshape((1, 1, *numbers.shape)), {})
 
 

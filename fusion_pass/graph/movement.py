@@ -45,7 +45,7 @@ def _keep(context: Context, node: fx.Node, x: Value) -> Value:
 
 @handler("view", "squeeze", "unsqueeze")
 def _view(context: Context, node: fx.Node, x: Value, *args: Any, **kwargs: Any) -> Value:
-    if any(isinstance(a, torch.dtype) for a in args):
+    if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         raise Opaque("bit cast")
     name = operation(node)
     if name == "unsqueeze":

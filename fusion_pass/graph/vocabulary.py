@@ -10,6 +10,7 @@ import inspect
 import math
 import operator
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -176,8 +177,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         else [n for n in node.all_input_nodes if n in (out if isinstance(out, tuple | list) else [out])]
     )
     written += _written_undeclared(node)
-    if isinstance(target, torch._ops.OpOverload):
-        return written + _written_by_schema(node, target)
+    if overloads := _overloads(target):
+        return written + [n for overload in overloads for n in _written_by_schema(node, overload)]
     if isinstance(target, torch._ops.HigherOrderOperator):
         return [] if target._name in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
     if _writes_first(op, target) or inplace not in (None, False):
@@ -228,11 +229,19 @@ def _writes_nothing(op: str, target: Any) -> bool:
     """Whether no call of `target` without `out` and `inplace` writes to an argument, whatever the arguments are."""
     if op == "call_function" and _name(op, target) in _UNDECLARED_WRITES:
         return False
-    if isinstance(target, torch._ops.OpOverload):
-        return not any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
+    if overloads := _overloads(target):
+        arguments = [a for overload in overloads for a in overload._schema.arguments]
+        return not any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return target._name in _PURE_HIGHER_ORDER
     return not _writes_first(op, target)
+
+
+def _overloads(target: Any) -> Sequence[torch._ops.OpOverload]:
+    """The operators that a call of `target` may run: of a packet (`torch.ops.library.name`) any of its overloads."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads()]
+    return [target] if isinstance(target, torch._ops.OpOverload) else []
 
 
 def _writes_first(op: str, target: Any) -> bool:
@@ -257,7 +266,8 @@ def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.
     written = []
     for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            by_position = position < len(node.args) and not argument.kwarg_only
+            value = node.args[position] if by_position else node.kwargs.get(argument.name)
             values = value if isinstance(value, tuple | list) else [value]
             written += [v for v in values if isinstance(v, fx.Node)]
     return written

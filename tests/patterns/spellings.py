@@ -121,6 +121,8 @@ NORMS: dict[str, Normalise] = {
     "no_eps": lambda x, w: x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) / D**0.5) * w,
     "transposed": lambda x, w: rms(x.transpose(1, 2), w).transpose(1, 2),
     "tiny_eps": lambda x, w: rms(x, w, 1e-12),
+    "eps_tensor": lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + torch.tensor(1e-12)) * w,
+    "eps_full": lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + x.new_full((1,), 1e-6)) * w,
     "layer": lambda x, w: F.layer_norm(x, (D,), w, None, 1e-6),
     "layer_by_hand": lambda x, w: (
         (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-6) * w

@@ -28,8 +28,19 @@ def refused(reason: str, **spelling) -> None:
         lambda x, w: x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-6) * w,
         lambda x, w: x * torch.rsqrt(x.roll(1, 2).pow(2).mean(-1, keepdim=True) + 1e-6) * w,
         lambda x, w: x * torch.rsqrt(x.mean(-1, keepdim=True) + 1e-6) * w,
+        lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12 * torch.ones(1)) * w,
+        lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) - -1e-12) * w,
     ],
-    ids=("over_heads", "over_half", "eps_outside_root", "of_another", "of_next_head", "not_squared"),
+    ids=(
+        "over_heads",
+        "over_half",
+        "eps_outside_root",
+        "of_another",
+        "of_next_head",
+        "not_squared",
+        "tiny_eps_computed",
+        "tiny_eps_subtracted",
+    ),
 )
 def test_wrong_norm(norm):
     refused("not provably by RMSNorm or LayerNorm", norm=norm)
@@ -104,6 +115,13 @@ def test_rounding_to_eight_bits_stays_where_it_is(place):
     assert site.call.options["norm"] == ("none" if place == "between" else "rms")
     rounding = {node for node in site.region if "float8" in str(node.args)}
     assert not rounding
+
+
+def test_bits_read_as_numbers():
+    """`view(dtype=...)` moves nothing and changes every number: what is rotated is not what was normalised."""
+    module, _ = capture(Attention(between=lambda x: x.view(dtype=torch.int32).float()), *inputs())
+    (site,), _ = find(module)
+    assert site.call.options["norm"] == "none"
 
 
 def test_rotation_written_into_the_normalised_tensor():

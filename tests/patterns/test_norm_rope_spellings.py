@@ -30,7 +30,7 @@ def test_norm(name, norm_last):
     (site,) = sites_of(Attention(norm=NORMS[name], norm_last=norm_last), *inputs())
     options = site.call.options
     kind = {"one_plus": "rms_one_plus", "layer": "layer", "layer_by_hand": "layer"}.get(name, "rms")
-    eps = {"no_eps": 0.0, "tiny_eps": 1e-12}.get(name, 1e-6)
+    eps = {"no_eps": 0.0, "tiny_eps": 1e-12, "eps_tensor": 1e-12}.get(name, 1e-6)
     assert (options["norm"], options["eps"], options["norm_first"]) == (kind, eps, not norm_last)
 
 

@@ -16,6 +16,18 @@ from fusion_pass.graph.vocabulary import written_arguments
 IDS = torch.arange(S)
 START = torch.zeros(1, dtype=torch.long)
 
+
+def halve(table: Tensor) -> None:
+    table.div_(2)
+
+
+LIBRARY = torch.library.Library("fusion_pass_tests", "DEF")
+LIBRARY.define("halve(Tensor(a!) table) -> ()")
+LIBRARY.define("total(Tensor table) -> Tensor")
+LIBRARY.define("total.into(Tensor table, *, Tensor(a!) out) -> Tensor(a!)")
+LIBRARY.impl("halve", halve, "CompositeExplicitAutograd")
+LIBRARY.impl("total", lambda table: table.sum(), "CompositeExplicitAutograd")
+
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "embedding": lambda table: F.embedding(IDS, table, max_norm=0.5),
     "embedding, by position": lambda table: F.embedding(IDS, table, None, 0.5),
@@ -23,11 +35,14 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "embedding_bag": lambda table: F.embedding_bag(IDS, table, START, max_norm=0.5),
     "embedding_bag, by position": lambda table: F.embedding_bag(IDS, table, START, 0.5),
     "embedding_bag, exchanged": lambda table: F.embedding_bag(table, IDS, START, max_norm=0.5),
+    "operator of a library": lambda table: torch.ops.fusion_pass_tests.halve.default(table),
+    "operator of a library, its overload not named": lambda table: torch.ops.fusion_pass_tests.halve(table),
 }
 READS: dict[str, Callable[[Tensor], object]] = {
     "embedding": lambda table: F.embedding(IDS, table),
     "embedding, by position": lambda table: F.embedding(IDS, table, None, None, 2.0, False, False),
     "embedding_bag": lambda table: F.embedding_bag(IDS, table, START),
+    "operator of a library": lambda table: torch.ops.fusion_pass_tests.total(table),
 }
 
 
