@@ -13,6 +13,7 @@ Requires    of a site: nobody else reads what the call no longer computes; no me
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 from torch import fx
 
@@ -22,7 +23,7 @@ from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site
 from fusion_pass.graph.vocabulary import layer_of
 
 from .consumers import Use, use_of
-from .facts import Refused, check_written_for_itself
+from .facts import Norm, Refused, check_written_for_itself
 from .layout import result_steps
 from .pairing import Pair, difference, same_scalar, same_tables
 from .qkv import Packed, packed
@@ -82,40 +83,63 @@ def _verdict(effects: Effects, node: fx.Node, known: Repeats[Reading | Refused |
 
 
 def _groups(effects: Effects, readings: Sequence[Reading]) -> list[Pair | Reading | Refusal]:
-    """Readings of one attention paired, as query and key in that order."""
+    """Readings of one attention paired, as query and key in that order; then what is left of one layer, as where the
+    keys are written into a cache and only that reaches the attention."""
     groups: list[Pair | Reading | Refusal] = []
-    waiting: list[tuple[Reading, Use | None]] = []
-    for reading in readings:
-        use = use_of(reading.end)
-        partner = next((w for w in waiting if _belong_together(effects, w, (reading, use))), None)
-        if partner is None:
-            waiting.append((reading, use))
-            continue
-        waiting.remove(partner)
-        first, second = partner[0], reading
-        if partner[1] is not None and partner[1].place == "key":
-            first, second = second, first
-        if first.norm is not None and second.norm is not None and not same_scalar(first.norm.eps, second.norm.eps):
-            groups.append(
-                Refusal(
-                    "qk_norm_rope",
-                    layer_of(reading.end),
-                    reading.end,
-                    f"q and k are normalised with two different eps ({first.norm.eps} and {second.norm.eps}).",
-                )
-            )
-        else:
-            groups.append(Pair(first, second))
-    return groups + [reading for reading, _ in waiting]
+    alone: list[tuple[Reading, Use | None]] = [(reading, use_of(reading.end)) for reading in readings]
+    for belong_together in (_one_attention, _one_layer):
+        alone, waiting = [], alone
+        for reading, use in waiting:
+            partner = next((w for w in alone if belong_together(effects, w, (reading, use))), None)
+            if partner is None:
+                alone.append((reading, use))
+                continue
+            alone.remove(partner)
+            groups.append(_pair(partner, (reading, use)))
+    return groups + [reading for reading, _ in alone]
 
 
-def _belong_together(effects: Effects, a: tuple[Reading, Use | None], b: tuple[Reading, Use | None]) -> bool:
+def _pair(a: tuple[Reading, Use | None], b: tuple[Reading, Use | None]) -> Pair | Refusal:
+    (first, first_use), (second, second_use) = a, b
+    if _is("key", first_use) or (_is("query", second_use) and not _is("query", first_use)):
+        first, second = second, first
+    if not _same_eps(first, second):
+        return Refusal(
+            "qk_norm_rope",
+            layer_of(b[0].end),
+            b[0].end,
+            "q and k are normalised with two different eps "
+            f"({cast(Norm, first.norm).eps} and {cast(Norm, second.norm).eps}).",
+        )
+    return Pair(first, second)
+
+
+def _is(place: str, use: Use | None) -> bool:
+    return use is not None and use.place == place
+
+
+def _same_eps(x: Reading, y: Reading) -> bool:
+    return x.norm is None or y.norm is None or same_scalar(x.norm.eps, y.norm.eps)
+
+
+def _one_attention(effects: Effects, a: tuple[Reading, Use | None], b: tuple[Reading, Use | None]) -> bool:
     (x, use_x), (y, use_y) = a, b
     if use_x is not None and use_y is not None:
         if use_x.attention is not use_y.attention or (use_x.place == use_y.place and use_x.place):
             return False
     elif use_x is not use_y or layer_of(x.end) != layer_of(y.end):
         return False
+    return _one_call(effects, x, y)
+
+
+def _one_layer(effects: Effects, a: tuple[Reading, Use | None], b: tuple[Reading, Use | None]) -> bool:
+    (x, use_x), (y, use_y) = a, b
+    if (use_x is None) is (use_y is None) or layer_of(x.end) != layer_of(y.end):
+        return False
+    return _same_eps(x, y) and _one_call(effects, x, y)
+
+
+def _one_call(effects: Effects, x: Reading, y: Reading) -> bool:
     return difference(x, y) is None and same_tables(effects, x, y)
 
 

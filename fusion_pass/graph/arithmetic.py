@@ -70,8 +70,8 @@ def _add(context: Context, node: fx.Node, x: Any, other: Any, alpha: Any = 1) ->
 
 
 def _sum_of_two(a: Array, b: Array) -> Array:
-    small, large = sorted((abs(a), abs(b)), key=lambda x: x.max(initial=0))
-    if 0 < small.max(initial=0) < _VANISHING * large.min(initial=np.inf):
+    small, large = sorted((abs(a), abs(b)), key=lambda x: float(x.max(initial=0)))
+    if large.size and 0 < small.max(initial=0) < _VANISHING * large.min():
         raise Opaque("an addend that vanishes in rounding")
     return np.asarray(a + b)
 

@@ -89,7 +89,26 @@ def _expand(context: Context, node: fx.Node, x: Value, *shape: Any, **kwargs: An
 def _getitem(context: Context, node: fx.Node, x: Any, index: Any) -> Any:
     if isinstance(x, tuple | list):
         return x[integer(index)]
-    return basic_index(x, index)
+    return _rows(node, x, index) if isinstance(index, Value) else basic_index(x, index)
+
+
+def _rows(node: fx.Node, x: Value, index: Value) -> Value:
+    """`x[index]`, the rows of a computed table at a tensor of positions. What varied from row to row varies along the
+    axes of `index`, in a way that only the same index makes. (Rows of a tensor that is a source are one again.)"""
+    positions = fake_tensor(node.args[1])
+    if positions is None or positions.dtype not in (torch.int32, torch.int64):
+        raise Opaque("an index that is no tensor of positions")
+    if x.lanes(0) or any(index.lanes(d) for d in range(index.rank)) or not 1 <= index.rank <= 2:
+        raise Opaque("positions along lanes")
+    if all(n == 1 for n in index.shape) or any((node.args[0], None) == source.key for source in x.axes):
+        raise Opaque("rows of a source")
+    which = index.data.tobytes(), frozenset(index.axes.items())
+    axes: dict[lanes.Source, tuple[lanes.Path, ...]] = {}
+    for source, (first, *rest) in x.axes.items():
+        places = range(index.rank)
+        axes[source] = (*(first and ("row", first, which, d) if index.shape[d] != 1 else None for d in places), *rest)
+    data = x.data.reshape(x.data.shape[:2] + (1,) * index.rank + x.data.shape[3:])
+    return Value((*index.shape, *x.shape[1:]), data, axes)
 
 
 def basic_index(x: Value, index: Any) -> Value:

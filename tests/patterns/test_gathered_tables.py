@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import sites_of
+from exactness import capture, find, sites_of
 from spellings import Attention, B, D, H, S, inputs
 from torch import Tensor
 
@@ -49,3 +49,39 @@ def test_gathered(gather, together):
     assert site.fusion == "qk_norm_rope"
     assert site.call.options["norm"] == "rms"
     assert "positions" not in site.call.tensors
+
+
+class Computed(Gathered):
+    """The table is computed in the graph (ChatGLM): the cosines are looked up at `positions`, the sines at `others`."""
+
+    def forward(self, x: Tensor, angle: Tensor, positions: Tensor, others: Tensor) -> Tensor:
+        angle = torch.cat((angle, angle), -1)
+        cos, sin = angle.cos()[positions][:, :, None], angle.sin()[others][:, :, None]
+        q, k, v = (p(x).view(B, S, H, D) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.one(q, self.q_weight, cos, sin), self.one(k, self.k_weight, cos, sin)
+        return F.scaled_dot_product_attention(q, k, v.transpose(1, 2))
+
+
+OTHERS = {
+    "the same": (lambda positions: positions, 1),
+    "the same once more": (lambda positions: (positions + 1) - 1, 1),
+    "the next": (lambda positions: positions + 1, 0),
+    "reversed": (lambda positions: positions.flip(1), 0),
+    "written": (lambda positions: positions.clone().zero_(), 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_gathered_from_a_table_of_the_graph(name):
+    """Cosine and sine are of one angle where they are of one place: known of equal positions alone."""
+    others, sites = OTHERS[name]
+
+    class Model(Computed):
+        def forward(self, x, angle, positions):
+            return super().forward(x, angle, positions, others(positions))
+
+    args = inputs()[0], torch.randn(PLACES, D // 2), torch.randint(0, PLACES - 1, (B, S))
+    found, _ = find(capture(Model(GATHERS["index"], False), *args)[0])
+    assert [site.fusion for site in found] == ["qk_norm_rope"] * sites
+    if found:
+        sites_of(Model(GATHERS["index"], False), *args)
