@@ -1,0 +1,132 @@
+"""Attention written out that is almost what the operator computes. Whatever is fused gives the numbers of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attention_graphs as graphs
+import pytest
+import torch
+from torch import Tensor
+
+B, H, S, D = 2, 4, 6, 6
+"""As many lanes as tokens: an axis taken for another shows in the numbers, not in the shapes."""
+
+HIDDEN = float("-inf")
+
+Model = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of q, k, v `[B, H, S, D]` and data `[B, H, S, S]`."""
+
+
+def rows(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2])[:, None]
+
+
+def columns(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2])[None, :]
+
+
+def causal(x: Tensor) -> Tensor:
+    return columns(x) <= rows(x)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) * 0.3
+
+
+def sink(x: Tensor) -> Tensor:
+    """`[B, H, S, 1]`, one number for each head."""
+    return x[0, :, 0, 0].view(1, -1, 1, 1).expand(B, -1, S, 1)
+
+
+def with_sink(parts: Callable[[Tensor, Tensor], Tensor], cut: int = 1) -> Model:
+    return lambda q, k, v, x: parts(scores(q, k), sink(x)).softmax(-1)[..., :-cut] @ v
+
+
+def changed(change: Callable[[Tensor, Tensor], Tensor]) -> Model:
+    """Scores and data become other scores."""
+    return lambda q, k, v, x: change(scores(q, k), x).softmax(-1) @ v
+
+
+def rescaled(factor: Callable[[Tensor, Tensor], Tensor]) -> Model:
+    """A factor of the scores and of one number for each head."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        s = scores(q, k)
+        return (s.softmax(-1) @ v) * factor(s, x[0, :, 0, 0].unsqueeze(-1))
+
+    return model
+
+
+def added_by_product(q: Tensor, k: Tensor, v: Tensor, x: Tensor, **factors: float) -> Tensor:
+    q, k, v, x = (y.flatten(0, 1) for y in (q, k, v, x))
+    return torch.baddbmm(x, q, k.mT, **factors).softmax(-1) @ v
+
+
+def overwritten_number(s: Tensor, x: Tensor) -> Tensor:
+    number = torch.tensor(HIDDEN)
+    number.fill_(0.5)
+    return torch.where(x > 0, s, number)
+
+
+READ: dict[str, Model] = {
+    "plain": changed(lambda s, x: s),
+    "a product that adds": lambda *args: added_by_product(*args, alpha=0.3),
+    "a product that adds nothing": lambda *args: added_by_product(*args, alpha=0.3, beta=0),
+    "a sink": with_sink(lambda s, column: torch.cat((s, column), -1)),
+    "a sink by its share": rescaled(lambda s, x: (s.logsumexp(-1) - x).sigmoid().unsqueeze(-1)),
+    "a number in a tensor": changed(lambda s, x: torch.where(x > 0, s, torch.tensor(HIDDEN).to(s.dtype))),
+    "letters": lambda q, k, v, x: torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1) @ v,
+    "less the maximum": changed(lambda s, x: s - s.amax(-1, keepdim=True)),
+}
+
+NOT_READ: dict[str, Model] = {
+    "a product that adds a half": lambda *args: added_by_product(*args, beta=0.5),
+    "twice the mask": changed(lambda s, x: torch.add(s, x, alpha=2)),
+    "letters of two lanes": lambda q, k, v, x: (
+        torch.einsum("bhqde,bhkde->bhqk", q.unflatten(-1, (2, -1)), k.unflatten(-1, (2, -1))).softmax(-1) @ v
+    ),
+    "letters without heads": lambda q, k, v, x: torch.einsum("bqd,bhkd->bhqk", q[:, 0], k).softmax(-1) @ v,
+    "letters of three": lambda q, k, v, x: (
+        torch.einsum("bhqd,bhkd,h->bhqk", q, k, x[0, :, 0, 0]).softmax(-1) @ v
+    ),
+    "one key for all": lambda q, k, v, x: (q @ k[0, 0].T).softmax(-1) @ v,
+    "a hidden score of data": changed(lambda s, x: torch.where(causal(s), s, x[0, 0, 0, 0] - 1e9)),
+    "a hidden score that is overwritten": changed(overwritten_number),
+    "hidden weights of another function": changed(lambda s, x: s.sigmoid().masked_fill(~causal(s), HIDDEN)),
+    "less a number": changed(lambda s, x: s - 5.0),
+    "less the maximum of the columns": changed(lambda s, x: s - s.amax(-2, keepdim=True)),
+    "a sink that a mask reaches": with_sink(lambda s, column: torch.cat((s, column), -1) + rows(s)),
+    "two sinks": with_sink(lambda s, column: torch.cat((s, column, column), -1), cut=2),
+    "a sink in front of the queries": lambda q, k, v, x: (
+        torch.cat((scores(q, k), x[..., :1, :]), 2).softmax(-1)[:, :, :-1] @ v
+    ),
+    "a sink that is computed": with_sink(
+        lambda s, column: torch.cat((s, (column[:1, :, :1] * 2).expand(B, H, S, 1)), -1)
+    ),
+    "a sink beside the maximum": with_sink(lambda s, column: torch.cat((s - s.amax(-1, keepdim=True), column), -1)),
+    "a share of a share": rescaled(lambda s, x: (s.logsumexp(-1) - x).sigmoid().sigmoid().unsqueeze(-1)),
+    "a share of every query": rescaled(lambda s, x: (s.logsumexp(-1) - x * rows(s).T).sigmoid().unsqueeze(-1)),
+    "a share of keys": rescaled(lambda s, x: (s.logsumexp(-2) - x).sigmoid().unsqueeze(-1)),
+    "a share of every lane": rescaled(lambda s, x: (s.logsumexp(-1) - x).sigmoid().unsqueeze(-2)),
+    "a share that is squared": rescaled(lambda s, x: (s.logsumexp(-1) - x).square().sigmoid().unsqueeze(-1)),
+    "weights of the transposed": lambda q, k, v, x: scores(q, k).softmax(-1).mT @ v,
+    "values in front": lambda q, k, v, x: v @ scores(q, k).softmax(-1),
+}  # fmt: skip
+
+
+def inputs() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return *torch.randn(3, B, H, S, D), torch.randn(B, H, S, S)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read(name: str) -> None:
+    (place,) = graphs.check(*graphs.captured(READ[name], *inputs()))
+    assert isinstance(place, graphs.Site)
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_not_read(name: str) -> None:
+    found = graphs.check(*graphs.captured(NOT_READ[name], *inputs()))
+    assert not any(isinstance(place, graphs.Site) for place in found), graphs.show(found[0])  # type: ignore[arg-type]
