@@ -12,8 +12,8 @@ counter. The products are those of FlashAttention-3 (arXiv 2407.08608).
     dQ = dS K, over the keys of both:
         head_dim 64    a warpgroup of its own
         head_dim 128   half of the lanes in each of the two, one tile late
-    2 or 3 warps, a tile of dQ after the other: TMA reduce-add in float32             (`backward_sums.py`)
-    1 warp, with three of those the load warp: zeros for the heads that come next
+    2 warps, a tile of dQ after the other: TMA reduce-add in float32                  (`backward_sums.py`)
+    1 warp: zeros for the heads that come next; with `deterministic` a third one that adds
 
 So no warpgroup waits for another inside a tile: what it needs of the other one was written a tile before. At head_dim
 64 K and V are in registers as left operands, and shared memory holds two blocks of them and what dK and dV leave
@@ -22,11 +22,13 @@ through; at head_dim 128 dK leaves through the buffers of dS, while K, V and the
 It may start before the kernel before it ends, and the one after it before it ends itself (`prepare.py`).
 
 With `deterministic` the blocks of keys add to a tile of dQ in a fixed order: who adds waits for its turn before and
-passes it on after the addition is written. A warp that waits, for a turn or for zeros, waits for blocks of keys that
-were drawn before its own, by thread blocks that run: also where few thread blocks run at a time nobody waits forever.
+passes it on after the addition is written. The first one stores, so nothing is zeroed. A warp that waits, for a turn or
+for zeros, waits for blocks of keys that were drawn before its own, by thread blocks that run: also where few thread
+blocks run at a time nobody waits forever.
 
 Global memory traffic per block of keys and query head: seq_q (qk_dim + v_dim) elements read, 4 seq_q qk_dim bytes of
-reduce-add in L2; per query head 4 seq_q qk_dim bytes of zeros, which stay in L2 until they are added to.
+reduce-add in L2; per query head 4 seq_q qk_dim bytes of zeros, which stay in L2 until they are added to (none with
+`deterministic`).
 """
 
 from triton.experimental import gluon
@@ -47,13 +49,15 @@ from .backward_state import (
     Problem,
     Shared,
     arrays_of_block,
+    descends,
     dq_layout,
+    in_last_chunk,
     new_barriers,
     spread_rows,
     tile_at,
 )
 from .backward_step import consumer_partition
-from .backward_sums import add_partition, zero_part, zero_partition
+from .backward_sums import add_partition, third_partition
 from .forward_state import announce, announced
 from .gluon_api import (
     launch_dependents,
@@ -71,7 +75,7 @@ from .scores import query_tiles
 def _place(item, p, T: gl.constexpr):
     """(batch, key head times parts, first key, bounds of the loop over tiles) of the `item`-th block of keys: the heads
     of a chunk run together, and the first blocks first, which under a causal mask see the most queries; the last first
-    with `later_first`."""
+    with `later_first`, but for the last chunk with `last_reversed`."""
     kv_heads, group, seq_q, seq_k = p.sizes
     band_low, band_high, rows_stride = p.band
     together, blocks, items = p.work
@@ -79,7 +83,9 @@ def _place(item, p, T: gl.constexpr):
     in_chunk = item - chunk * (together * blocks)
     block = in_chunk // together
     batch_head = chunk * together + in_chunk - block * together
-    if T.later_first:
+    if T.last_reversed:
+        block = gl.where(in_last_chunk(batch_head, p), block, blocks - 1 - block)
+    elif T.later_first:
         block = blocks - 1 - block
     b = batch_head // kv_heads
     kv = batch_head - b * kv_heads
@@ -118,13 +124,12 @@ def load_partition(p, mem, T: gl.constexpr):
         late = (T.key_slots == 1) & (turn > 0) & (last > first)
         if not late:
             _load_keys(b, kv, key0, turn, p, mem, T)
-        if T.adders == 3:  # there is no warp left for it
-            zero_part(b, kv, key0, p, T)
+        down = descends(b, kv, p, T)
         for member in range(group):
             h = kv * group + member
             row_of_tile = (b * kv_heads * group + h) * per_head
             for i in range(last - first):
-                tile = tile_at(i, first, last, T)
+                tile = tile_at(i, first, last, down)
                 stage = use % T.stages
                 if use >= T.stages:
                     barriers.sync(STAGE_FREE + stage, PAIR + 32)
@@ -160,10 +165,10 @@ def dq_warpgroup(p, mem, T: gl.constexpr):
         for w in gl.static_range(2):
             mbarrier.wait(mem.kv_full.index(at + w), (turn // T.key_slots) & 1)
         for _ in range(group * (last - first)):
-            odd = use % 2
-            dq = _product(at, odd, mem, T)
-            mbarrier.wait(mem.dq_free.index(odd), ((use // 2) & 1) ^ 1)
-            mem.dq.index(odd).store(spread_rows(dq))
+            dq = _product(at, use % 2, mem, T)
+            slot = use % T.dq_slots
+            mbarrier.wait(mem.dq_free.index(slot), ((use // T.dq_slots) & 1) ^ 1)
+            mem.dq.index(slot).store(spread_rows(dq))
             fence_async_shared()
             mbarrier.arrive(mem.dq_next.index(use % T.adders), count=1)
             use += 1
@@ -215,7 +220,8 @@ def backward_kernel(
     zero at launch, for the blocks of keys to be drawn from; `zeroed_at`, `summed_at` and `turns_at` behind it other
     counts that are zero (`plans.Counts`).
     `sums`: the address of `dq`. The first `ready` heads (key heads times parts, of whose query heads there are
-    `head_size` elements) are zero at launch, the others are zeroed by the blocks of keys of `ahead` heads before.
+    `head_size` elements) are zero at launch, the others are zeroed by the blocks of keys of `ahead` heads before; with
+    `deterministic` none is, and a tile that no block of keys visits is not written.
     """
     tile_q = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.qk_dim], q.layout)
     tile_do = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.v_dim], do.layout)
@@ -230,9 +236,8 @@ def backward_kernel(
         tile_dk = reinterpret(tile_ds, q.dtype, [4, 1, 1, 64, T.dk_lanes], dk.layout)
     DQ_SHAPE: gl.constexpr = [T.block_m, T.dq_lanes]
     DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(DQ_SHAPE, gl.float32)
-    DQ_TILES: gl.constexpr = 2
-    tile_dq = gl.allocate_shared_memory(gl.float32, [DQ_TILES, T.block_m, T.dq_lanes], DQ_LAYOUT)
-    boxes = reinterpret(tile_dq, gl.float32, [DQ_TILES, 1, T.block_m // 8, 4, 2, T.dq_lanes], dq.layout)
+    tile_dq = gl.allocate_shared_memory(gl.float32, [T.dq_slots, T.block_m, T.dq_lanes], DQ_LAYOUT)
+    boxes = reinterpret(tile_dq, gl.float32, [T.dq_slots, 1, T.block_m // 8, 4, 2, T.dq_lanes], dq.layout)
     rows_lse = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], lse.layout)
     rows_delta = gl.allocate_shared_memory(gl.float32, [T.stages, 1, T.block_m], delta.layout)
     places = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -241,7 +246,7 @@ def backward_kernel(
     mem = Shared(
         tile_q, tile_do, tile_k, tile_v, tile_ds, tile_dq, boxes, tile_dk, tile_dv, rows_lse, rows_delta, places,
         new_barriers(2), new_barriers(2, 6 if T.dq_apart else 5), new_barriers(T.stages), new_barriers(T.stages),
-        new_barriers(KEYS), new_barriers(KEYS, 2), new_barriers(2), new_barriers(T.adders),
+        new_barriers(KEYS), new_barriers(KEYS, 2), new_barriers(T.dq_slots), new_barriers(T.adders),
     )  # fmt: skip
     p = Problem(
         q, k, v, do, dq, dk, dv, lse, delta, row_low, row_high, labels, ranges, order, counter,
@@ -250,7 +255,7 @@ def backward_kernel(
         (rows_stride, ranges_stride), (scale, cap_scale, grad_scale), parts, (together, blocks, items),
         (ahead, ready, head_size),
     )  # fmt: skip
-    if T.adders == 3:
+    if T.dq_apart:
         gl.warp_specialize([
             (consumer_partition, (p, mem, 0, T)),
             (consumer_partition, (p, mem, 1, T)),
@@ -258,17 +263,7 @@ def backward_kernel(
             (load_partition, (p, mem, T)),
             (add_partition, (p, mem, 0, T)),
             (add_partition, (p, mem, 1, T)),
-            (add_partition, (p, mem, 2, T)),
-        ], [4, 4, 1, 1, 1, 1], [T.registers, T.dq_registers, 24, 24, 24, 24])  # fmt: skip
-    elif T.dq_apart:
-        gl.warp_specialize([
-            (consumer_partition, (p, mem, 0, T)),
-            (consumer_partition, (p, mem, 1, T)),
-            (dq_warpgroup, (p, mem, T)),
-            (load_partition, (p, mem, T)),
-            (add_partition, (p, mem, 0, T)),
-            (add_partition, (p, mem, 1, T)),
-            (zero_partition, (p, mem, T)),
+            (third_partition, (p, mem, T)),
         ], [4, 4, 1, 1, 1, 1], [T.registers, T.dq_registers, 24, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -277,5 +272,5 @@ def backward_kernel(
             (load_partition, (p, mem, T)),
             (add_partition, (p, mem, 0, T)),
             (add_partition, (p, mem, 1, T)),
-            (zero_partition, (p, mem, T)),
+            (third_partition, (p, mem, T)),
         ], [4, 1, 1, 1, 1], [T.registers, 24, 24, 24, 24])  # fmt: skip

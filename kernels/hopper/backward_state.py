@@ -322,17 +322,31 @@ def hide(st, tile, b, p, T: gl.constexpr):
 
 
 @gluon.jit
-def tile_at(i, first, last, T: gl.constexpr):
-    """The i-th tile of queries of a head.
+def in_last_chunk(batch_head, p):
+    """Whether a key head (times parts, of all batches) is of the last chunk of heads that run together."""
+    together, blocks, items = p.work
+    return (batch_head + together) * blocks >= items
 
-    Deterministic blocks that add in ascending order run from the last tile down: all blocks of a head start at the same
-    tile, one turn apart. Where the later ones are first (`later_first`) each begins at the first tile that sees its
-    keys, and comes to a tile two tiles' time after the one before it: in step, nobody waits.
+
+@gluon.jit
+def descends(b, kv, p, T: gl.constexpr):
+    """Whether a block of keys visits the queries from the last tile down.
+
+    Deterministic blocks that add in ascending order do: all blocks of a head start at the same tile, one turn apart.
+    Where the later ones are first (`later_first`) each begins at the first tile that sees its keys, and comes to a tile
+    two tiles' time after the one before it: in step, nobody waits.
     """
-    if T.descending:
-        return last - 1 - i
+    kv_heads, group, seq_q, seq_k = p.sizes
+    if T.last_reversed:
+        return in_last_chunk(b * kv_heads + kv, p)
     else:
-        return first + i
+        return T.descending
+
+
+@gluon.jit
+def tile_at(i, first, last, down):
+    """The i-th tile of queries of a head; `down`: see `descends`."""
+    return gl.where(down, last - 1 - i, first + i)
 
 
 @gluon.jit

@@ -19,11 +19,13 @@ from .backward_state import (
     STAGE_FREE,
     Keys,
     arrays_of_block,
+    descends,
     dq_layout,
     gradient_layout,
     hide,
     scores_layout,
     spread_rows,
+    tile_at,
 )
 from .forward_state import announced
 from .gluon_api import partition_barrier, tma_store, tma_store_wait
@@ -48,7 +50,8 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
         dk = gl.zeros((64, T.qk_dim), gl.float32, gradient_layout(T, T.qk_dim))
         dv = gl.zeros((64, T.v_dim), gl.float32, gradient_layout(T, T.v_dim))
         st = gl.zeros((64, T.block_m), gl.float32, scores_layout(T))
-        tile = last - 1 if T.descending else first
+        down = descends(b, kv, p, T)
+        tile = tile_at(0, first, last, down)
         uses = group * (last - first)
         if T.early_scores:  # noqa: SIM102 (decided at compile time; the next one is not)
             if uses > 0:
@@ -57,10 +60,10 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
             masked = (tile < clear_first) | (tile >= clear_last)
             more = i + 1 < uses
             st, dk, dv = step(use + i, i, turn, tile, masked, more, operands, st, dk, dv, b, keys, p, mem, w, T)
-            if T.descending:
-                tile = gl.where(tile == first, last, tile) - 1
-            else:
-                tile = gl.where(tile == last - 1, first, tile + 1)
+            if T.last_reversed:
+                down = descends(b, kv, p, T)
+            below = gl.where(tile == first, last, tile) - 1
+            tile = gl.where(down, below, gl.where(tile == last - 1, first, tile + 1))
         use += uses
         _end(use, uses, turn, mem, w, T)
         _store(dk, dv, b, kv, key0, p, mem, w, T)

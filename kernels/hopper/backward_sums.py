@@ -2,13 +2,13 @@
 
     wait for the block's turn at the tile                       (deterministic)
     wait until the tile is in shared memory                     at head_dim 128 in halves
-    add it: TMA reduce-add in float32
+    add it: TMA reduce-add in float32                           (deterministic: the first one stores it)
     read: the buffer is free;   written: pass the turn on       (deterministic)
 
 From the turn to its passing on is longer than a tile takes; the warps are at it at the same time. Behind a block of
 keys each counts for `prepare.after`, which rounds a head when all has been added to it.
 
-A warp zeroes the sums of the heads that come next.
+Where nobody stores a warp zeroes the sums of the heads that come next.
 """
 
 from triton.experimental import gluon
@@ -16,9 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import barriers
-from .backward_state import DQ_FULL, plane_of, tile_at
+from .backward_state import DQ_FULL, descends, in_last_chunk, plane_of, tile_at
 from .forward_state import announced
-from .gluon_api import tma_reduce_add, tma_store_wait, wait_for_prerequisites
+from .gluon_api import tma_reduce_add, tma_store, tma_store_wait, wait_for_prerequisites
 
 
 @gluon.jit
@@ -32,21 +32,25 @@ def add_partition(p, mem, which: gl.constexpr, T: gl.constexpr):
     turn = gl.to_tensor(0)
     b, kv, key0, first, last, clear_first, clear_last = announced(turn, mem)
     while b >= 0:
-        _wait_until_zero(b * kv_heads + kv, p)
+        if not T.deterministic:
+            _wait_until_zero(b * kv_heads + kv, p)
         tiles = last - first
         uses = group * tiles + LATE
         for i in range((which + T.adders - handed % T.adders) % T.adders, uses, T.adders):
             if i < LATE:
-                _take_none((handed + i) // 2, mem, which)
+                _take_none((handed + i) // T.adders, mem, which, T)
             else:
                 head, tile = _of(i - LATE, b, kv, first, last, p, T)
-                turns = p.turns + head * gl.cdiv(seq_q, T.block_m) + tile
                 if T.deterministic:
-                    barriers.wait_until(turns, _earlier(tile, b, kv, key0, p, T))
-                _add(handed + i, head, tile, p, mem, which, T)
-                if T.deterministic:
+                    turns = p.turns + head * gl.cdiv(seq_q, T.block_m) + tile
+                    earlier = _earlier(tile, b, kv, key0, p, T)
+                    if earlier > 0:
+                        barriers.wait_until(turns, earlier)
+                    _add(handed + i, head, tile, earlier == 0, p, mem, which, T)
                     barriers.bulk_writes_done()
                     barriers.count_up(turns)
+                else:
+                    _add(handed + i, head, tile, False, p, mem, which, T)
         barriers.bulk_writes_done()
         barriers.count_up(p.summed + b * kv_heads + kv)
         handed += uses
@@ -59,23 +63,25 @@ def _of(i, b, kv, first, last, p, T: gl.constexpr):
     """Query head and tile of the `i`-th tile of a block of keys."""
     kv_heads, group, seq_q, seq_k = p.sizes
     member = i // (last - first)
-    return (b * kv_heads + kv) * group + member, tile_at(i - member * (last - first), first, last, T)
+    tile = tile_at(i - member * (last - first), first, last, descends(b, kv, p, T))
+    return (b * kv_heads + kv) * group + member, tile
 
 
 @gluon.jit
-def _add(n, head, tile, p, mem, which: gl.constexpr, T: gl.constexpr):
-    """The `n`-th tile that is handed over, once it is there; its buffers are free in the end."""
+def _add(n, head, tile, first, p, mem, which: gl.constexpr, T: gl.constexpr):
+    """The `n`-th tile that is handed over, once it is there; its buffers are free in the end. `first`: see `_send`."""
     if T.dq_apart:
+        slot = n % T.dq_slots
         mbarrier.wait(mem.dq_next.index(which), (n // T.adders) & 1)
-        tma_reduce_add(p.dq, [head, tile * (T.block_m // 8), 0, 0, 0], mem.dq_boxes.index(n % 2))
+        _send(head, tile, 0, first, p, mem.dq_boxes.index(slot), T)
         tma_store_wait(0)
-        mbarrier.arrive(mem.dq_free.index(n % 2), count=1)
+        mbarrier.arrive(mem.dq_free.index(slot), count=1)
     else:
-        _wait_for_the_other(n // 2, mem, which)
+        _wait_for_the_other(n // T.adders, mem, which)
         for w in gl.static_range(2):
             barriers.sync(DQ_FULL + w, 128 + 32)
-            tma_reduce_add(p.dq, [head, tile * (T.block_m // 8), 0, 0, w * T.dq_lanes], mem.dq_boxes.index(w))
-        mbarrier.arrive(mem.dq_next.index(1 - which), count=1)
+            _send(head, tile, w * T.dq_lanes, first, p, mem.dq_boxes.index(w), T)
+        mbarrier.arrive(mem.dq_next.index((which + 1) % T.adders), count=1)
         tma_store_wait(1)
         mbarrier.arrive(mem.dq_free.index(0), count=1)
         tma_store_wait(0)
@@ -83,19 +89,30 @@ def _add(n, head, tile, p, mem, which: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _take_none(use, mem, which: gl.constexpr):
+def _send(head, tile, lane, first, p, boxes, T: gl.constexpr):
+    """Add a tile, or half of its lanes; store it where it is the `first` one (never true unless `deterministic`), which
+    so needs no zeros."""
+    at = head, tile * (T.block_m // 8), 0, 0, lane
+    if first:
+        tma_store(p.dq, at, boxes)
+    else:
+        tma_reduce_add(p.dq, at, boxes)
+
+
+@gluon.jit
+def _take_none(use, mem, which: gl.constexpr, T: gl.constexpr):
     """What is handed over with the first tile of a block of keys, two halves of nothing."""
     _wait_for_the_other(use, mem, which)
     for w in gl.static_range(2):
         barriers.sync(DQ_FULL + w, 128 + 32)
         mbarrier.arrive(mem.dq_free.index(w), count=1)
-    mbarrier.arrive(mem.dq_next.index(1 - which), count=1)
+    mbarrier.arrive(mem.dq_next.index((which + 1) % T.adders), count=1)
 
 
 @gluon.jit
 def _wait_for_the_other(use, mem, which: gl.constexpr):
-    """Until the other warp has passed the named barriers of the tile before: they count arrivals, not who arrives."""
-    mbarrier.wait(mem.dq_next.index(which), (use & 1) ^ (1 - which))
+    """Until the warp before has passed the named barriers of the tile before: they count arrivals, not who arrives."""
+    mbarrier.wait(mem.dq_next.index(which), (use & 1) ^ (1 if which == 0 else 0))
 
 
 @gluon.jit
@@ -108,7 +125,11 @@ def _earlier(tile, b, kv, key0, p, T: gl.constexpr):
     own = key0 // T.block_n
     if T.later_first:
         last_key = gl.minimum(tile * T.block_m + T.block_m - 1 + band_high, seq_k - 1)
-        return last_key // T.block_n - own
+        later = last_key // T.block_n - own
+        if T.last_reversed:
+            return gl.where(in_last_chunk(b * kv_heads + kv, p), own, later)
+        else:
+            return later
     elif T.bits:
         tiles = plane_of(b, kv, p.strides) * gl.cdiv(seq_q, T.block_m) + tile
         return gl.load(p.order + tiles * blocks + own)
@@ -122,6 +143,15 @@ def _earlier(tile, b, kv, key0, p, T: gl.constexpr):
 
 
 # ---------------------------------------------------------------------------------------------------- zeros
+
+
+@gluon.jit
+def third_partition(p, mem, T: gl.constexpr):
+    """The third warp that adds or, where there are two, the one that zeroes."""
+    if T.adders == 3:
+        add_partition(p, mem, 2, T)
+    else:
+        zero_partition(p, mem, T)
 
 
 @gluon.jit
@@ -149,6 +179,7 @@ def zero_part(b, kv, key0, p, T: gl.constexpr):
         begin = gl.minimum(key0 // T.block_n * part, size - 4)
         end = gl.minimum(begin + part, size)
         _zero(p.sums + head.to(gl.int64) * size, begin, end)
+        barriers.order_proxies()
         barriers.count_up(p.zeroed + head)
 
 

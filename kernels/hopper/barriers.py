@@ -47,9 +47,10 @@ def bulk_writes_done():
 
 @gluon.jit
 def order_proxies():
-    """Order what this thread has read and written before what TMA does next, and the other way round."""
+    """Order what this thread has read and written in global memory before what TMA does there next, and the other way
+    round. (Without `.global` ptxas makes a fence of the whole chip of it.)"""
     gl.inline_asm_elementwise(
-        "{ fence.proxy.async; mov.u32 $0, 0; }", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+        "{ fence.proxy.async.global; mov.u32 $0, 0; }", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -78,8 +79,7 @@ def draw(counter):
 @gluon.jit
 def count_up(counter):
     """Add 1 to `counter` in global memory, for others to see after what this warp has written: its stores, and the
-    bulk copies that it has waited for."""
-    order_proxies()
+    bulk copies that it has waited for (which need no `order_proxies`: their completion is followed by one)."""
     partition_barrier()
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 i; mov.u32 i, %laneid; setp.eq.u32 p, i, 0;"

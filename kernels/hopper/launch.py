@@ -104,12 +104,20 @@ def unfinished_backward(
     dk_to, dv_to = (x.new_empty((*x.shape[:2], x.shape[2] * parts, x.shape[3])) for x in (k, v))
     if dv is not None and parts == 1 and fits(dv):
         dv_to = dv
-    _, sums, delta_rows = _main(
-        problem, call, grad_out, grad_lse, out, lse, (True, True, True, needs_sinks), None, dk_to, dv_to
+    # Of several sums, to some of which nobody may have added, a kernel of its own makes one.
+    dq_to = problem.q.new_empty(problem.q.shape, dtype=torch.float32) if problem.deterministic else None
+    plan, sums, delta_rows = _main(
+        problem, call, grad_out, grad_lse, out, lse, (True, True, True, needs_sinks), dq_to, dk_to, dv_to
     )
-    accumulator, _ = sums
     dsinks = _sinks_gradient(problem.sinks, lse, delta_rows) if needs_sinks else None
-    return Unfinished(accumulator[:, :, : lse.shape[2]].transpose(1, 2), problem.scale, dk_to, dv_to, parts, dsinks)
+    if dq_to is None:
+        accumulator, _ = sums
+        dq, scale = accumulator[:, :, : lse.shape[2]].transpose(1, 2), problem.scale
+    else:
+        assert isinstance(plan, NarrowPlan)
+        plan.after.on((*sums, dq_to))
+        dq, scale = dq_to, 1.0
+    return Unfinished(dq, scale, dk_to, dv_to, parts, dsinks)
 
 
 def _main(
@@ -134,7 +142,8 @@ def _main(
     dq = call.q if dq_to is None else (dq_to.shape, dq_to.stride())
     shaped = ((x.shape, x.stride()) for x in (dk_to, dv_to))
     first = ((x.shape, x.stride()) for x in (out, grad_out, do))
-    plan = backward_plan(call, *first, dq, *shaped, grad_lse=grad_lse is not None)
+    dtype = q.dtype if dq_to is None else dq_to.dtype
+    plan = backward_plan(call, *first, dq, *shaped, dq_dtype=dtype, grad_lse=grad_lse is not None)
     of_rows = _shifts(problem)
     if of_rows is not None:
         lse = shifted_lse(lse, of_rows, _tail(problem, lse), heads_apart(problem.seen))

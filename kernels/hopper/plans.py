@@ -280,10 +280,11 @@ def _heads_of_a_block(call: Call) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def backward_plan(
-    call: Call, out: Shaped, grad_out: Shaped, do: Shaped, dq: Shaped, dk: Shaped, dv: Shaped, *, grad_lse: bool
-) -> NarrowPlan | WidePlan:
+    call: Call, out: Shaped, grad_out: Shaped, do: Shaped, dq: Shaped, dk: Shaped, dv: Shaped, *,
+    dq_dtype: torch.dtype, grad_lse: bool,
+) -> NarrowPlan | WidePlan:  # fmt: skip
     """The plan of a backward. `do`: of the gradient as TMA reads it, `grad_out` itself or a copy of it. `dk`, `dv`:
-    with a head for every part (`parts_of`)."""
+    with a head for every part (`parts_of`). `dq_dtype`: above head_dim 128 that of q."""
     templates = backward_templates_of(call)
     assert templates is not None, "the registry does not choose this back end for such a call"
     wide = isinstance(templates, tuple)
@@ -297,19 +298,20 @@ def backward_plan(
     grid = together, blocks, batch * kv_heads * parts // together
     programs, group = min(math.prod(grid), _multiprocessors(call.device)), heads // kv_heads // parts
     ahead, ready = heads_ahead(programs, together, blocks)
-    counts = Counts.of(batch * heads, batch * heads * padded_rows // template.block_m if call.deterministic else 0)
+    turns = call.deterministic and not wide
+    counts = Counts.of(batch * heads, batch * heads * padded_rows // template.block_m if turns else 0)
     before = Launch(
         prepare.before, (padded_rows // _ROWS_PER_PROGRAM * batch * heads,), torch.device("cuda", call.device),
         (*[call.dtype] * 3, *[torch.float32] * 5, torch.int32),
         (
             *_strides(out), *_strides(grad_out), grad_out[1][3],
-            heads, seq_q, accumulator_rows, padded_rows, head_dim, out[0][3], ready * group,
+            heads, seq_q, accumulator_rows, padded_rows, head_dim, out[0][3], 0 if turns else ready * group,
             *counts.places,
         ),
         {
             "TILE": template.block_m, "ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim, "V_DIM": template.v_dim,
             "HAS_GRAD_LSE": grad_lse, "COPY": do != grad_out, "ACCUMULATE": not wide,
-            "TURNS": not wide and call.deterministic,
+            "TURNS": turns,
         },
         num_warps=4,
     )  # fmt: skip
@@ -337,12 +339,13 @@ def backward_plan(
     dq_map = spread_rows_map(batch * heads, accumulator_rows, head_dim, templates.dq_box)
     after = Launch(
         prepare.after, (-(-seq_q // _ROWS_PER_PROGRAM) * batch * heads,), torch.device("cuda", call.device),
-        (torch.float32, torch.int32, call.dtype),
+        (torch.float32, torch.int32, dq_dtype),
         (
             *_strides(dq), heads, seq_q, accumulator_rows, head_dim, counts.summed, group, templates.adders * blocks,
-            call.scale,
+            counts.turns, padded_rows // template.block_m, call.scale,
         ),
-        {"ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim}, num_warps=4, launch_pdl=True,
+        {"ROWS": _ROWS_PER_PROGRAM, "QK_DIM": template.qk_dim, "TILE": template.block_m, "TURNS": turns},
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
     maps = *inputs, dq_map, *gradients, rows, rows
     work = *grid[:2], math.prod(grid), ahead, ready, group * accumulator_rows * head_dim, *counts.places

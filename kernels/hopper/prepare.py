@@ -2,8 +2,8 @@
 
 `before`: delta = rowsum(dO * O) - dLSE and LSE in base 2, both padded to whole tiles; up to head_dim 128 the counter of
 blocks and what stands behind it are zeroed (`plans.Counts`), and of the float32 accumulator of dQ the heads that come
-first: the others are zeroed by the main kernel, shortly before it adds to them. A dO that TMA cannot read is copied on
-the way.
+first: the others are zeroed by the main kernel, shortly before it adds to them. (In a fixed order none is: who comes
+first stores.) A dO that TMA cannot read is copied on the way.
 Traffic: 2 rows v_dim elements read, 4 zeroed_heads accumulator_rows head_dim bytes written.
 `after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes read, rows qk_dim elements written.
 
@@ -73,32 +73,32 @@ def before(
                 tl.store(counter, 0)
     if TURNS:  # noqa: SIM102 (decided at compile time; the next one is not)
         if row0 % TILE == 0:
-            tl.store(counter + turns_at + padded_row_tile(head, row0, padded_rows, TILE), 0)
-
-
-@triton.jit
-def padded_row_tile(head, row0, padded_rows, TILE: tl.constexpr):
-    return head.to(tl.int64) * (padded_rows // TILE) + row0 // TILE
+            tl.store(counter + turns_at + head.to(tl.int64) * (padded_rows // TILE) + row0 // TILE, 0)
 
 
 @triton.jit
 def after(
     accumulator, counter, dq, dq_b, dq_h, dq_s, heads, rows, accumulator_rows, head_dim, summed_at, group, additions,
-    scale,
-    ROWS: tl.constexpr, QK_DIM: tl.constexpr,
+    turns_at, tiles, scale,
+    ROWS: tl.constexpr, QK_DIM: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Grid: ceil(rows / ROWS) * batch * heads. `accumulator`: float32 [batch, heads, accumulator_rows, head_dim].
-    `additions`: the count of a `group` of heads when all of it is summed."""
+    `additions`: the count of a `group` of heads when all of it is summed. With `TURNS` nothing was zeroed: of the
+    `tiles` of a head those to which nobody has added are zero."""
     chunks = tl.cdiv(rows, ROWS)
     head = tl.program_id(0) // chunks
     # Triton makes a load of it: nothing is added.
     while tl.atomic_add(counter + summed_at + head // group, 0, sem="acquire", scope="gpu") < additions:
         pass
-    r = (tl.program_id(0) - head * chunks) * ROWS + tl.arange(0, ROWS)
+    row0 = (tl.program_id(0) - head * chunks) * ROWS
+    r = row0 + tl.arange(0, ROWS)
     lane = tl.arange(0, QK_DIM)
     here = (r < rows)[:, None] & (lane < head_dim)[None, :]
     line = head.to(tl.int64) * accumulator_rows + r
-    x = tl.load(accumulator + line[:, None] * head_dim + lane[None, :], mask=here)
+    there = here
+    if TURNS:
+        there = here & (tl.load(counter + turns_at + head.to(tl.int64) * tiles + row0 // TILE) > 0)
+    x = tl.load(accumulator + line[:, None] * head_dim + lane[None, :], mask=there, other=0.0)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     at = dq + b * dq_b + h * dq_h + r.to(tl.int64)[:, None] * dq_s + lane[None, :]

@@ -148,13 +148,25 @@ class BackwardTemplate(Template):
         return self.deterministic and self.mask in ("right", "band")
 
     @property
+    def last_reversed(self) -> bool:
+        """In the last chunk of heads earlier keys come first after all: their blocks are the longest, and what is drawn
+        last should be short."""
+        return self.later_first and self.mask == "right"
+
+    @property
     def descending(self) -> bool:
         """Queries are visited from the last tile down (`backward_state.tile_at`)."""
         return self.deterministic and not self.later_first
 
     @property
     def adders(self) -> int:
-        """Warps that add dQ to memory. In a fixed order a tile takes one 3.3 us, at head_dim 64 more than two tiles."""
+        """Warps that add dQ to memory: one more where each waits for its turn and until its addition is written, and
+        nobody needs zeros."""
+        return 3 if self.deterministic else 2
+
+    @property
+    def dq_slots(self) -> int:
+        """Buffers of dQ on its way to memory: tiles, as many as there is room for, or at head_dim 128 halves of one."""
         return 3 if self.dq_apart and self.deterministic else 2
 
     @property

@@ -327,6 +327,19 @@ WIDE = {
     ),
 }
 
+# Sixteen blocks of keys, in several ways of finding out whose turn it is to add to a tile of dQ.
+REPEATED = {
+    "full": case(2000, heads=12, kv_heads=12),
+    "causal": case(2000, heads=12, kv_heads=12, conditions=CAUSAL),
+    "window": case(2000, heads=12, kv_heads=12, conditions=options(causal="top_left", window_left=300)),
+    "grouped": case(2000, heads=12, kv_heads=4),
+    "grouped_causal": case(2000, 1500, heads=12, kv_heads=4, conditions=BOTTOM),
+    "documents": case(2000, batch=1, conditions=documents([0, 300, 301, 1100, 1900], causal="top_left")),
+    "segments_any_order": case(2000, conditions=segments(ordered=False)),
+    "pairs": case(2000, conditions=pairs("chequered", by_head=True)),
+    "bias": case(2000, conditions=added("bias", causal="top_left")),
+}
+
 LONG = {
     "square": case(8192, batch=1, heads=2, kv_heads=1, conditions=CAUSAL),
     "top_left": case(8200, 1000, conditions=CAUSAL),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from attention_oracle import (
     Case,
-    Conditions,
     Inputs,
     Results,
     make_inputs,
@@ -17,7 +16,7 @@ from attention_oracle import (
     run_eager,
     run_operator,
 )
-from hopper_cases import ADDED, CASES, CAUSAL, HEADS, LONG, MASKS, SHORT, WIDE, case, options
+from hopper_cases import ADDED, CASES, CAUSAL, HEADS, LONG, MASKS, REPEATED, SHORT, WIDE, case, options
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -203,22 +202,15 @@ def test_integers_are_exact(dim: int, tokens: int, heads: int, causal: str, devi
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize(
-    "conditions",
-    [{}, {"causal": "top_left"}, {"causal": "top_left", "window_left": 300}],
-    ids=["full", "causal", "window"],
-)
-def test_deterministic_gradients_repeat(dim: int, conditions: Conditions, device: torch.device) -> None:
-    from fusion_pass.kernels.attention_ops import problem_of
-    from fusion_pass.kernels.hopper import launch
-
-    q, k, v, grad = (torch.randn(2, 2000, 12, dim, device=device, dtype=torch.bfloat16) for _ in range(4))
-    problem = problem_of(q, k, v, deterministic=True, **conditions)  # type: ignore[arg-type]
-    out, lse = launch.forward(problem, "bshd")
-    first = launch.backward(problem, grad, None, out, lse, (True, True, True, False))
+@pytest.mark.parametrize("name", REPEATED)
+def test_deterministic_gradients_repeat(name: str, dim: int, device: torch.device) -> None:
+    inputs = make_inputs(dataclasses.replace(REPEATED[name], head_dim=dim, value_dim=dim), torch.bfloat16, device)
+    first = run(inputs, torch.bfloat16, deterministic=True)
+    assert_no_worse_than_eager(inputs, torch.bfloat16, first)
     for _ in range(50):
-        again = launch.backward(problem, grad, None, out, lse, (True, True, True, False))
-        assert all(torch.equal(a, b) for a, b in zip(again[:3], first[:3], strict=True))  # type: ignore[arg-type]
+        again = run(inputs, torch.bfloat16, deterministic=True)
+        for gradient, expected in first.values.items():
+            assert torch.equal(again.values[gradient], expected), gradient
 
 
 def test_packed_qkv_in_place(device: torch.device) -> None:
