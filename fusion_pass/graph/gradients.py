@@ -46,7 +46,7 @@ class Stops:
         if not any(modes):
             return
         for (nodes, _), enabled in zip(segments, modes, strict=True):
-            self._found.update(n for n in nodes if (not enabled or _detaches(n)) and _stops(n, recorded=enabled))
+            self._found.update(n for n in nodes if (not enabled or _detaches(n)) and _stops(n))
             self._off.update(() if enabled else nodes)
 
     def reason(self, region: frozenset[fx.Node], operands: Collection[fx.Node], after: fx.Node) -> str | None:
@@ -82,39 +82,33 @@ def _segments(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], bool | None]]:
 
 
 def _begins_enabled(nodes: Iterable[fx.Node]) -> bool:
-    """Whether gradients are recorded where a graph begins: the first trace of the mode tells."""
-    for node in nodes:
-        if node.op in _CALLS and operation(node) not in MOVEMENTS and _requires_grad(node):
-            return True
-        if _stops(node) and not _detaches(node):
-            return False
-    return True
+    """Whether gradients are recorded where a graph begins: a result that requires one tells. Without any, a result that
+    has none of what requires one (in a graph that records, `x.data` and random numbers like x are such too)."""
+    calls = [node for node in nodes if node.op in _CALLS]
+    if any(operation(node) not in MOVEMENTS and _requires_grad(node) for node in calls):
+        return True
+    return not any(map(_stops, calls))
 
 
-def _stops(node: fx.Node, recorded: bool = True) -> bool:
-    """Whether the result has no gradient and what it is computed from has one.
+def _stops(node: fx.Node) -> bool:
+    """Whether the result passes no gradient on where none is recorded, and what it is computed from has one.
 
-    Where nothing is `recorded` the result does not say it: a view made under `no_grad` requires a gradient as its base
-    does, and passes none on.
+    The result itself does not say it: a view made under `no_grad` requires a gradient as its base does.
     """
     if node.op not in _CALLS:
         return False
     if in_place(node) == "detach":
         return True
     name = operation(node)
-    if name in _OF_SHAPES or not _is_differentiable(node) or (recorded and _requires_grad(node)):
-        return False
     # A second tensor gives a cast its dtype or a view its shape.
     read: Iterable[Any] = node.args[:1] if name in MOVEMENTS | CASTS else node.all_input_nodes
-    return any(isinstance(argument, fx.Node) and _requires_grad(argument) for argument in read)
+    return name not in _OF_SHAPES and any(
+        isinstance(argument, fx.Node) and _requires_grad(argument) for argument in read
+    )
 
 
 def _detaches(node: fx.Node) -> bool:
     return node.op in _CALLS and operation(node) in ("detach", "detach_")
-
-
-def _is_differentiable(node: fx.Node) -> bool:
-    return any(x.is_floating_point() or x.is_complex() for x in _tensors(node))
 
 
 def _requires_grad(node: fx.Node) -> bool:
