@@ -185,8 +185,6 @@ def _arithmetic(
         if alpha != 1:
             raise Unreadable("alpha")
         a, b = reader.argument(x, node), reader.argument(other, node)
-        if terms.is_formula(a) and terms.is_formula(b):
-            raise Unreadable("arithmetic on two truth values")
         return terms.each_case(combine, _counted(a), _counted(b))
 
 

@@ -66,11 +66,9 @@ class IndexReader:
     def _evaluate(self, node: fx.Node, write: fx.Node | None) -> Element:
         if write is not None:
             # After an in-place operation on all of `node`, its contents are that operation's result.
-            if in_place(write) is None or write.args[0] is not node or self.effects.last_write(node, write) is not None:
+            if in_place(write) is None or write.args[0] is not node:
                 raise Unreadable("a write that is not modelled")
             return self._version(write, None)
-        if node.op not in ("call_function", "call_method"):
-            raise Unreadable(node.op)
         name = in_place(node) or operation(node)
         if written_arguments(node) and (in_place(node) is None or in_place(node) in MOVEMENTS):
             raise Unreadable("writes its arguments, or their shape")

@@ -58,7 +58,7 @@ def version_read(effects: Effects, node: fx.Node, reader: fx.Node) -> fx.Node:
     write = effects.last_write(node, reader)
     if write is None:
         return node
-    if in_place(write) is None or write.args[0] is not node or effects.last_write(node, write) is not None:
+    if in_place(write) is None or write.args[0] is not node:
         raise Refused(f"{node.name!r} is written in place by {write.name!r}, in a way that is not followed.")
     return write
 

@@ -69,6 +69,18 @@ def overwritten_number(s: Tensor, x: Tensor) -> Tensor:
     return torch.where(x > 0, s, number)
 
 
+def written_twice(s: Tensor, x: Tensor) -> Tensor:
+    s.mul_(2.0)
+    s.add_(x)
+    return s
+
+
+def written_and_overwritten(s: Tensor, x: Tensor) -> Tensor:
+    s[:, :, 1:].mul_(2.0)
+    s.add_(x)
+    return s
+
+
 READ: dict[str, Model] = {
     "plain": changed(lambda s, x: s),
     "a product that adds": lambda *args: added_by_product(*args, alpha=0.3),
@@ -76,12 +88,14 @@ READ: dict[str, Model] = {
     "a sink": with_sink(lambda s, column: torch.cat((s, column), -1)),
     "a sink by its share": rescaled(lambda s, x: (s.logsumexp(-1) - x).sigmoid().unsqueeze(-1)),
     "a number in a tensor": changed(lambda s, x: torch.where(x > 0, s, torch.tensor(HIDDEN).to(s.dtype))),
+    "written twice": changed(written_twice),
     "letters": lambda q, k, v, x: torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1) @ v,
     "less the maximum": changed(lambda s, x: s - s.amax(-1, keepdim=True)),
 }
 
 NOT_READ: dict[str, Model] = {
     "a product that adds a half": lambda *args: added_by_product(*args, beta=0.5),
+    "written in part, then whole": changed(written_and_overwritten),
     "twice the mask": changed(lambda s, x: torch.add(s, x, alpha=2)),
     "letters of two lanes": lambda q, k, v, x: (
         torch.einsum("bhqde,bhkde->bhqk", q.unflatten(-1, (2, -1)), k.unflatten(-1, (2, -1))).softmax(-1) @ v

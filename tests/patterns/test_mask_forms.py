@@ -48,6 +48,13 @@ def additive(keep: Tensor, value: float = LOWEST, dtype: torch.dtype = torch.flo
     return torch.where(keep, torch.zeros((), dtype=dtype), value)
 
 
+def written_twice(q: Tensor, k: Tensor) -> Tensor:
+    keep = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    keep.tril_()
+    keep.logical_and_(columns(k) <= rows(q) + 3)
+    return keep
+
+
 CAUSAL: dict[str, Mask] = {
     "comparison": lambda q, k: columns(k) <= rows(q),
     "other side": lambda q, k: rows(q) >= columns(k),
@@ -64,6 +71,8 @@ CAUSAL: dict[str, Mask] = {
     "where -1e9": lambda q, k: additive(columns(k) <= rows(q), -1e9),
     "masked_fill": lambda q, k: torch.zeros(q.shape[2], k.shape[2]).masked_fill(columns(k) > rows(q), float("-inf")),
     "masked_fill in place": lambda q, k: torch.zeros(q.shape[2], k.shape[2]).masked_fill_(columns(k) > rows(q), LOWEST),
+    "written twice": written_twice,
+    "product of two truths": lambda q, k: (columns(k) <= rows(q)) * (columns(k) <= rows(q) + 3),
     "product with the lowest": lambda q, k: (1.0 - (columns(k) <= rows(q)).float()) * LOWEST,
     "four axes": lambda q, k: (columns(k) <= rows(q))[None, None].expand(q.shape[0], 1, -1, -1),
     "transposed": lambda q, k: (torch.arange(q.shape[2])[None] >= torch.arange(k.shape[2])[:, None]).transpose(0, 1),

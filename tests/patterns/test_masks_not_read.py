@@ -26,9 +26,15 @@ def transposed_in_place(q: Tensor, k: Tensor) -> Tensor:
 
 
 def written_through_a_view(q: Tensor, k: Tensor) -> Tensor:
+    keep = columns(k) > rows(q)
+    keep[1:].logical_not_()
+    return keep
+
+
+def written_through_a_view_and_whole(q: Tensor, k: Tensor) -> Tensor:
     keep = columns(k) <= rows(q)
     keep[1].fill_(True)
-    return keep
+    return keep.logical_or_(columns(k) > rows(q) + 5)
 
 
 NOT_READ: dict[str, Mask] = {
@@ -50,11 +56,12 @@ NOT_READ: dict[str, Mask] = {
     "bits of a number": lambda q, k: (columns(k) & 1) <= rows(q),
     "second differences": lambda q, k: columns(k) + torch.diff(torch.arange(S + 2), n=2)[None, :] <= rows(q),
     "differences after two elements": lambda q, k: (
-        columns(k) + torch.diff(torch.arange(S - 1), prepend=torch.zeros(2, dtype=torch.long))[None, :] <= rows(q)
+        columns(k) <= rows(q) - 1 + torch.diff(torch.arange(S - 1), prepend=torch.full((2,), -1))[:, None]
     ),
     "a bound that is no integer": lambda q, k: torch.arange(1.0, S + 1, dtype=torch.long)[None, :] <= rows(q) + 1,
     "transposed in place": transposed_in_place,
     "written through a view": written_through_a_view,
+    "written through a view and whole": written_through_a_view_and_whole,
 }
 
 
