@@ -136,6 +136,8 @@ def _one_layer(effects: Effects, a: tuple[Reading, Use | None], b: tuple[Reading
     (x, use_x), (y, use_y) = a, b
     if (use_x is None) is (use_y is None) or layer_of(x.end) != layer_of(y.end):
         return False
+    if not x.end.users or not y.end.users:
+        return False  # what nobody reads costs nothing, unless a call computes it
     return _same_eps(x, y) and _one_call(effects, x, y)
 
 

@@ -238,7 +238,7 @@ def qkv() -> list[Tensor]:
 
 
 def rotated(*tensors: Tensor) -> list[Tensor]:
-    angle = torch.arange(9)[:, None] * 0.5 ** torch.arange(8)
+    angle = torch.arange(tensors[0].shape[2])[:, None] * 0.5 ** torch.arange(8)
     cos, sin = (torch.cat([f(angle)] * 2, -1) for f in (torch.cos, torch.sin))
     return [x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin for x in tensors]
 
@@ -280,6 +280,21 @@ def crossed(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return attend(q2, k1, v) + attend(q1, k2, v)
 
 
+def transposed_on_the_way(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """As many tokens as heads, so that only the numbers tell."""
+    queries, keys = rotated(*(x.repeat_interleave(2, 1)[:, :, :4] for x in (k, v)))
+    values = v.repeat_interleave(2, 1)[:, :, :4]
+    return nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (queries, keys, values)))
+
+
+def values_of_another(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """Those of the packed projection are read by nobody."""
+    packed = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1)
+    parts = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in packed.split((64, 32, 32), -1))
+    queries, keys, _ = parts
+    return attend(*rotated(queries, keys), v * 2)
+
+
 def counts_of(function: Callable[..., Any], **settings: Any) -> dict[str, int]:
     inputs = qkv()
     model, backend, _ = compiled(function, True, **settings)  # type: ignore[arg-type]
@@ -297,7 +312,15 @@ def test_joined() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [read_by_the_caller, cast_on_the_way, input_written_before_the_end, gradient_stopped_on_the_way, crossed],
+    [
+        read_by_the_caller,
+        cast_on_the_way,
+        input_written_before_the_end,
+        gradient_stopped_on_the_way,
+        crossed,
+        transposed_on_the_way,
+        values_of_another,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_apart(function: Callable[..., Any]) -> None:

@@ -71,6 +71,17 @@ def test_another_eps_makes_it_two() -> None:
     assert [site.fusion for site in sites] == ["norm_rope", "norm_rope"]
 
 
+def test_keys_that_nobody_reads_are_not_computed() -> None:
+    def without(*args: Tensor) -> Tensor:
+        q, k, v, q_weight, k_weight, cos, sin, keys, values, _ = args
+        halves(rms(k, k_weight), cos, sin)
+        return F.scaled_dot_product_attention(halves(rms(q, q_weight), cos, sin), keys, values)
+
+    with torch.no_grad():
+        sites = sites_of(without, *inputs())
+    assert {len(site.outputs) for site in sites} == {1}
+
+
 def test_keys_that_are_rotated_behind_the_attention() -> None:
     """No attention reads them at all, and the queries are read before they are there."""
 

@@ -258,6 +258,21 @@ def test_no_wrong_match(rotate):
     assert_exact(module, args, sites)
 
 
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda q, c, s: q * c + (q.roll(1, -1) + q.roll(2, -1)) * s,
+        lambda q, c, s: q * c + q.sum(-1, keepdim=True) * s,
+        lambda q, c, s: q * c + q * s,
+        lambda q, c, s: q * c + (q[..., :1] + q[..., 1:2]) * s,
+    ],
+    ids=["three_lanes", "all_lanes", "one_lane", "three_lanes_of_one_table"],
+)
+def test_other_mixtures_are_none_of_our_business(mix):
+    found = find(capture(Attention(rotate=mix, norm=None), *inputs())[0])
+    assert found == ([], [])
+
+
 def attend(*qkv):
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv))
 
