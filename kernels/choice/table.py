@@ -24,7 +24,7 @@ from .. import card
 from ..card import Card
 from .form import Form, Size
 
-TABLES = {card.H100: "h100"}
+TABLES = {card.H100: "h100", card.H200: "h200"}
 """The measured cards, and their files' names."""
 
 FASTER = 0.99

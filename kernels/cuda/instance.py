@@ -126,6 +126,8 @@ def tile_constants(tile: Tile) -> dict[str, Constant]:
         "BLOCKS": tile.blocks,
         "UNROLL": tile.unroll,
         "TABLES_FIRST": tile.tables_first,
+        "STAGES": tile.stages,
+        "TABLES_AHEAD": tile.tables_ahead,
     }
 
 

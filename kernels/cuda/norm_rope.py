@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..card import H100, Card, card_of
 from ..options import Options
 from ..replay import Work
 from ..streams import Copy, Gradients, GradStream, Stream, Tables, arithmetic_dtype
@@ -53,7 +54,7 @@ def forward(
     streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None
 ) -> Sequence[Work] | None:
     """See `streams.Backend`."""
-    work = forward_work(streams, tables, options, copy)
+    work = forward_work(streams, tables, options, copy, card_of(streams[0].x.device))
     _launch(work)
     return [work]
 
@@ -72,7 +73,9 @@ def backward(
     return prepared.gradients()
 
 
-def forward_work(streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None) -> Work:
+def forward_work(
+    streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None, card: Card = H100
+) -> Work:
     """The launch that fills `out` of every stream, and of `copy`."""
     _check(options, streams[0].out.shape[3])
     q = streams[0]
@@ -98,7 +101,7 @@ def forward_work(streams: Sequence[Stream], tables: Tables | None, options: Opti
         "PARAM_BYTES": parameters.access(pairs),
     }
     types = {"In": ELEMENTS[q.x.dtype], "Out": ELEMENTS[q.out.dtype], "Acc": ELEMENTS[acc]}
-    tile = forward_tile(constants, accesses, acc.itemsize)
+    tile = forward_tile(constants, accesses, acc.itemsize, card)
     instance = Instance(
         "forward",
         {**types, **site.tables.types(), **parameters.types()},
@@ -116,13 +119,13 @@ def forward_work(streams: Sequence[Stream], tables: Tables | None, options: Opti
     site.write_size(arguments)
     arguments.real(options.eps or 0.0)
     grid = blocks + _moving_blocks(site, slots, tile.warps)
-    return Work(Launch(instance, grid, 32 * tile.warps, arguments, q.x.device), arguments.tensors)
+    return Work(Launch(instance, grid, 32 * tile.warps, arguments, q.x.device, overlaps=True), arguments.tensors)
 
 
 class BackwardWork:
     """The launches that fill `dx` of every stream and `copy.out`, and the gradients that they leave.
 
-    `overlaps`: a second launch begins while the first still ends.
+    `overlaps`: a second launch begins while the first still ends. `card`: what tiles are for.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class BackwardWork:
         needs_tables: bool,
         multiprocessors: int,
         overlaps: bool,
+        card: Card = H100,
     ) -> None:
         _check(options, streams[0].grad.shape[3])
         self._streams, self._options, self._copy = streams, options, copy
@@ -161,7 +165,7 @@ class BackwardWork:
         self._dsin: Tensor | None = None
         self._kinds = [kind for kind in KINDS if any(getattr(s, f"needs_{kind}") for s in streams)]
         if self._filled or self._kinds or copy is not None:
-            self._add_main(multiprocessors, overlaps)
+            self._add_main(multiprocessors, overlaps, card)
         if needs_tables:
             self._add_table_gradient()
 
@@ -197,7 +201,7 @@ class BackwardWork:
             "PARAM_BYTES": self._parameters.access(pairs),
         }
 
-    def _add_main(self, multiprocessors: int, overlaps: bool) -> None:
+    def _add_main(self, multiprocessors: int, overlaps: bool, card: Card) -> None:
         site, streams, copy = self._site, self._streams, self._copy
         constants = {
             **self._constants(),
@@ -209,7 +213,7 @@ class BackwardWork:
             # v is moved beside the sums, which would leave the card idle otherwise.
             constants["V_HEADS"], copy = 0, None
         accesses = self._accesses()
-        tile = backward_tile(constants, accesses, self._acc.itemsize)
+        tile = backward_tile(constants, accesses, self._acc.itemsize, card, packed=self._copy is not None)
         constants["DEFERS"] = overlaps and self._may_defer(tile)
         deferred = deferred_tokens(site.tokens, self._dx_bytes()) if constants["DEFERS"] else 0
         instance = Instance("backward", self._types, {**constants, **tile_constants(tile)}, accesses)
@@ -239,7 +243,7 @@ class BackwardWork:
             site.write_heads(arguments, tensor)
         self._write_rest(arguments, [partial], blocks, site.tokens - deferred)
         grid = blocks + (0 if copy is None else _moving_blocks(site, self._slots, tile.warps))
-        self._add(instance, grid, 32 * tile.warps, arguments)
+        self._add(instance, grid, 32 * tile.warps, arguments, overlaps=True)
         if partial is not None:
             self._add_sums(partial, instance, deferred)
 
@@ -346,7 +350,8 @@ def _launch(work: Work) -> None:
 
 
 @lru_cache
-def _device_facts(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether a launch may begin while the one before it ends (programmatic dependent launch)."""
+def _device_facts(device: torch.device) -> tuple[int, bool, Card]:
+    """Multiprocessors, whether a launch may begin while the one before it ends (programmatic dependent launch), and
+    what tiles are for."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9
+    return properties.multi_processor_count, properties.major >= 9, card_of(device)

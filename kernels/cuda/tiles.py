@@ -1,6 +1,8 @@
 """How many warps a block has, how many blocks share a multiprocessor, how many heads a warp takes: as data.
 
-Measured on an H100 (docs/cuda.md has the figures).
+Measured on an H100 and on an H200 (docs/cuda.md has the figures), whose faster memory wants more bytes on their way:
+what differs between them is keyed by the card, and other cards go by the nearer of the two (`card.nearest`), those of
+other architectures by the H100.
 
 `blocks` is the second number of `__launch_bounds__`: it caps a thread's registers at 65536 / (32 warps blocks), and the
 backward launches exactly that many blocks a multiprocessor.
@@ -11,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .instance import Access, Constant
+from ..card import H100, H200, Card, nearest
+from .instance import WIDEST, Access, Constant
 
 TABLE_GRADIENT_WARPS = 4
 
@@ -23,27 +26,49 @@ those wait. Qwen3-8B, 2048 tokens: nothing 26.7 us, 0.6 MB 26.4, 1.3 MB 26.3, 2.
 
 class Tile(NamedTuple):
     """`unroll`: how many times a warp's heads one warp takes at once (forward only). `tables_first`: cos and sin are
-    loaded before the heads."""
+    loaded before the heads. `stages`: tokens whose x and g are on their way into shared memory (backward only; 0: they
+    are loaded when it is their turn); `tables_ahead`: cos and sin are then loaded a token early, too."""
 
     warps: int
     blocks: int
     unroll: int = 1
     tables_first: bool = False
+    stages: int = 0
+    tables_ahead: bool = False
 
 
-def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
+NARROW_TABLES = {H100: Tile(4, 4, unroll=2), H200: Tile(4, 6, unroll=2)}
+"""Forward, entries of the tables read one by one. H200, interleaved MRoPE: 92.0 us with six blocks, 95.5 with four."""
+
+STAGES = {H100: 0, H200: 2}
+"""Backward. H200, 16384 tokens: Qwen3-8B 126.1 us with two, 139.4 with none; interleaved MRoPE 127.0 and 143.2; three
+in blocks of four warps 130.5 and 133.5. An H100, where copies of 16 bytes (`cp.async`) lost, has not tried bulk copies.
+"""
+STAGED_BYTES = 160
+"""Of a head, at least. Heads of 64 lanes (128 bytes): 76.8 us with two stages, 75.4 with none."""
+
+
+def forward_tile(
+    constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int, card: Card = H100
+) -> Tile:
     """For an instance of the forward."""
     words = _words(constants, accesses, acc_bytes)
     if words > 80:
         return Tile(4, 2)
     # Entries that are read one by one are many loads: twice as many heads share them.
     if words <= 48 and not _wide(accesses):
-        return Tile(4, 4, unroll=2)
+        return NARROW_TABLES[nearest(card, NARROW_TABLES) or H100]
     return Tile(4, 6) if words <= 48 else Tile(4, 4)
 
 
-def backward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> Tile:
-    """For an instance of the backward."""
+def backward_tile(
+    constants: Mapping[str, Constant],
+    accesses: Mapping[str, Access],
+    acc_bytes: int,
+    card: Card = H100,
+    packed: bool = False,
+) -> Tile:
+    """For an instance of the backward. `packed`: v is moved, too."""
     words = _words(constants, accesses, acc_bytes)
     # Few wide loads go before those of the heads, many narrow ones after them.
     first = _wide(accesses)
@@ -55,9 +80,16 @@ def backward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Acce
     # A rotation alone is like a forward. Llama: 117.5 us, with (8, 2) 125.6.
     if not constants["HAS_X"]:
         return Tile(4, 6 if words <= 48 else 4, tables_first=first)
+    stages = STAGES[nearest(card, STAGES) or H100]
+    # Entries read one by one, of several sequences of packed heads, would spill.
+    if stages and _staged(constants, accesses) and (first or not (packed and constants["BATCHED"])):
+        # Tables a token early, 16384 tokens: Qwen3-8B 126.1 us instead of 132.9, Flux 148.7 instead of 156.3; but
+        # packed 32+8 heads 150.9 instead of 146.4, interleaved MRoPE 133.0 instead of 127.0.
+        return Tile(8, 2, stages=stages, tables_ahead=first and not packed)
     # Interleaved MRoPE: (4, 4) 182.8 us, (8, 2) 184.1; sectioned: 201.3 and 200.0. Loading the next token before
     # this one is stored, as Triton's kernel does, was slower for most shapes: Qwen3-8B 189.2 us instead of 180.5.
-    return Tile(8, 2, tables_first=first) if first else Tile(4, 4, tables_first=first)
+    # The sums of biases fit into the registers of the latter.
+    return Tile(8, 2, tables_first=True) if first and not constants["NEEDS_BIAS"] else Tile(4, 4, tables_first=first)
 
 
 def deferred_tokens(tokens: int, token_bytes: int) -> int:
@@ -66,9 +98,29 @@ def deferred_tokens(tokens: int, token_bytes: int) -> int:
     return deferred if 4 * deferred <= tokens else 0
 
 
+def _staged(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:
+    """x and g come by bulk copies: of whole heads, 16 bytes at a time. Biases and wide tables would cost registers,
+    mixed sizes shared memory; a backward without sums is no walk. None of these is measured."""
+    x, g = accesses["IN_BYTES"], accesses["GRAD_BYTES"]
+    return (
+        x == g == Access(WIDEST, x.itemsize)
+        and int(constants["HEAD_DIM"]) * x.itemsize >= STAGED_BYTES
+        and constants["CHUNKS"] == 1
+        and _table_words(constants, accesses) <= 16
+        and bool(constants["NEEDS_WEIGHT"])
+        and not constants["HAS_BIAS"]
+    )
+
+
 def _wide(accesses: Mapping[str, Access]) -> bool:
     """Entries of the tables are read several at a time."""
     return accesses["TABLE_BYTES"].bytes > accesses["TABLE_BYTES"].itemsize
+
+
+def _table_words(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> int:
+    """Registers of cos and of sin, as they lie in memory."""
+    lanes = 2 * int(constants["PAIRS"]) * int(constants["CHUNKS"])
+    return lanes * accesses["TABLE_BYTES"].itemsize // 4 * (2 if constants["PER_LANE"] else 1)
 
 
 def _words(constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int) -> int:
@@ -78,8 +130,7 @@ def _words(constants: Mapping[str, Constant], accesses: Mapping[str, Access], ac
     def raw(name: str) -> int:
         return lanes * accesses[name].itemsize // 4 if name in accesses else 0
 
-    entries = 2 if constants["PER_LANE"] else 1
-    words = raw("IN_BYTES") + raw("GRAD_BYTES") + raw("TABLE_BYTES") * entries
+    words = raw("IN_BYTES") + raw("GRAD_BYTES") + _table_words(constants, accesses)
     words += raw("PARAM_BYTES") * (bool(constants["HAS_WEIGHT"]) + bool(constants["HAS_BIAS"]))
     tiles = 1 + bool(constants.get("NEEDS_WEIGHT")) + bool(constants.get("NEEDS_BIAS"))
     return words + tiles * lanes * acc_bytes // 4

@@ -97,8 +97,10 @@ def forward(
         "BHK": tiles.k_heads,
         "BHV": tiles.v_heads,
         "PAD": next_power_of_2(head_dim),
+        "OVERLAPS": may_overlap(q.x.device),
     }
-    return [launched(forward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)]
+    overlaps = constants["OVERLAPS"]
+    return [launched(forward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers, overlaps)]
 
 
 def backward(
@@ -208,10 +210,12 @@ def backward(
         "BHK": tiles.k_heads,
         "BHV": tiles.v_heads,
         "PAD": next_power_of_2(head_dim),
-        "OVERLAPS": partial is not None and may_overlap(device),
+        "OVERLAPS": may_overlap(device),
+        "REDUCED": partial is not None,
     }
     grid = walkers * (q_tiles + k_tiles) + copiers * v_tiles
-    works = [launched(backward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers)]
+    overlaps = constants["OVERLAPS"]
+    works = [launched(backward_kernel, grid, pointers, numbers, constants, tiles.warps, tiles.registers, overlaps)]
     if partial is not None:
         works.append(add_partials(partial, outputs, sizes, (walkers * q_tiles, walkers * k_tiles), acc))
     if dcos is not None and dsin is not None:

@@ -121,8 +121,11 @@ def forward_kernel(
     NORM_FIRST: tl.constexpr, EPS: tl.constexpr, PER_HEAD: tl.constexpr, HAS_QW: tl.constexpr, HAS_QB: tl.constexpr,
     HAS_KW: tl.constexpr, HAS_KB: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, WIDE: tl.constexpr,
     WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BHV: tl.constexpr,
-    PAD: tl.constexpr,
+    PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """OVERLAPS, here and below: it is set up while the launch before it ends (programmatic dependent launch)."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     Q_TILES: tl.constexpr = (HQ + BHQ - 1) // BHQ
     K_TILES: tl.constexpr = (HK + BHK - 1) // BHK
     V_TILES: tl.constexpr = (HV + BHV - 1) // BHV
@@ -445,11 +448,14 @@ def backward_kernel(
     NEEDS_QW: tl.constexpr, NEEDS_QB: tl.constexpr, NEEDS_KW: tl.constexpr, NEEDS_KB: tl.constexpr,
     NEEDS_TABLES: tl.constexpr, Q_COLUMNS: tl.constexpr, K_COLUMNS: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr,
     WIDE: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
-    BHV: tl.constexpr, PAD: tl.constexpr, OVERLAPS: tl.constexpr,
+    BHV: tl.constexpr, PAD: tl.constexpr, OVERLAPS: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Each head tile of q and k has `walkers` programs, each tile of v `copiers`."""
+    """Each head tile of q and k has `walkers` programs, each tile of v `copiers`. REDUCED: the reduction follows, and
+    may be set up meanwhile."""
     if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if REDUCED:
+            tl.extra.cuda.gdc_launch_dependents()
     Q_TILES: tl.constexpr = (HQ + BHQ - 1) // BHQ
     K_TILES: tl.constexpr = (HK + BHK - 1) // BHK
     V_TILES: tl.constexpr = (HV + BHV - 1) // BHV

@@ -8,11 +8,13 @@
 // and writes one row of `partial`, which sums.cuh adds up. The grid decides the order, and is the same from run to run: so
 // are the bits. v's share of the gradient is only moved: beside the sums where there are some (reduce_and_move.cuh), else
 // by blocks of this launch. Without v the last tokens' dx may be written beside the sums (reduce_and_finish.cuh).
+// Where the card's memory is fast (STAGES), the next tokens' x and g are on their way meanwhile (ring.cuh).
 //
 // Traffic, with E the bytes of an element: 3 E (Hq + Hk) D + 2 E Hv D + 2 T bytes a token, T the bytes of its cos
 // (2 E (Hq + Hk) D where there is no norm: x is not read).
 #pragma once
 #include "backward_step.cuh"
+#include "ring.cuh"
 
 struct BackwardArguments {
   Heads q_grad, k_grad, v_grad, q, k, dq, dk, dv;
@@ -80,9 +82,9 @@ __device__ __forceinline__ void scatter(Acc* row, const Tile& sum, const Lane& l
 //
 // In shared memory each of a thread's sums has a line of its own, [warp, chunk, member, i][thread]: no two threads of a
 // warp write to one bank. The lines are a little apart, so that neighbouring lanes are read from different banks too.
-__device__ void block_sums(Acc* partial, int kind, const Tile& sum, const Lane& lane) {
-  constexpr int LINE = 32 + (PAIRS > 1 ? 32 / PAIRS : 0), LINES = CHUNKS * 2 * PAIRS;
-  __shared__ Acc lines[WARPS * LINES * LINE];
+constexpr int LINE = 32 + (PAIRS > 1 ? 32 / PAIRS : 0), LINES = CHUNKS * 2 * PAIRS;
+
+__device__ void block_sums(Acc* lines, Acc* partial, int kind, const Tile& sum, const Lane& lane) {
   const int warp = threadIdx.x / 32;
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
@@ -123,8 +125,43 @@ __device__ void block_sums(Acc* partial, int kind, const Tile& sum, const Lane& 
   __syncthreads();
 }
 
+// The tokens of one warp, by way of the ring.
+__device__ __forceinline__ void walk_staged(const BackwardArguments& args, const char* memory,
+                                            const unsigned long long* barriers, unsigned slice, unsigned slices,
+                                            int first_head, const Head& head, const Lane& lane, bool stores,
+                                            Tile& dweight, Tile& dbias) {
+  Ring ring(args, memory, barriers, first_head);
+  const Place out(head.is_q ? args.dq : args.dk, head.of_stream, head.is_q);
+  Walk here(slice, slices, args.sequence), ahead = here;
+#pragma unroll
+  for (int s = 0; s < STAGES; ++s, ahead.advance()) {
+    if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
+  }
+  RotationRaw tables;
+  if (TABLES_AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
+  Raw<Param> weight;
+  if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
+  while (here.flat < args.tokens) {
+    if (!TABLES_AHEAD) tables.load(args.tables, here.token(), lane);
+    ring.wait();
+    const Raw<In> x = ring.x(lane, head.exists);
+    const Raw<Grad> g = ring.g(lane, head.exists);
+    __syncwarp();
+    if (ahead.flat < args.tokens) ring.fill(ring.stage, ahead.token());
+    ahead.advance();
+    ring.advance();
+    char* const target = out.at(here.token());
+    const bool stored = stores && (!DEFERS || here.flat < args.stored);
+    here.advance();
+    backward_head<true>(x, g, tables, weight, args.eps, target, stored, lane, dweight, dbias, [&] {
+      if (TABLES_AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
+    });
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_backward(const __grid_constant__ BackwardArguments args) {
+  wait_for_the_launch_before();
 #if __CUDA_ARCH__ >= 900
   // reduce.cuh may be set up while this kernel runs; it waits for the end before it reads.
   if (SUMS > 0) asm volatile("griddepcontrol.launch_dependents;");
@@ -133,19 +170,30 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
     move_heads<IN_BYTES, DX_BYTES>(args.v_grad, args.dv, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
     return;
   }
+  // The ring, and then the lines of the sums.
+  constexpr int RING_BYTES = STAGED ? WARPS * Ring::WARP : 0;
+  constexpr int LINES_BYTES = SUMS > 0 && !PER_HEAD ? WARPS * LINES * LINE * int(sizeof(Acc)) : 0;
+  constexpr int SHARED_BYTES = RING_BYTES > LINES_BYTES ? RING_BYTES : LINES_BYTES;
+  __shared__ alignas(128) char shared[SHARED_BYTES > 0 ? SHARED_BYTES : 1];
   const Lane lane;
   const unsigned warp = blockIdx.x * WARPS + threadIdx.x / 32;
   // The host makes the number of warps a multiple of GROUPS: each slice of the tokens is walked by all groups.
   const unsigned slice = warp / GROUPS, slices = unsigned(args.blocks) * WARPS / GROUPS;
-  const Head head(warp % GROUPS * HEADS_PER_WARP + lane.head, lane.exists);
-
-  Raw<Param> weight;
-  if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
+  const int first_head = warp % GROUPS * HEADS_PER_WARP;
+  const Head head(first_head + lane.head, lane.exists);
   const bool stores = head.exists && (head.is_q ? args.dq.base : args.dk.base) != nullptr;
   Tile dweight{}, dbias{};
 
-  for (unsigned flat = slice; flat < args.tokens; flat += slices) {
-    backward_step<true>(args, flat, head, lane, weight, stores && (!DEFERS || flat < args.stored), dweight, dbias);
+  if constexpr (STAGED) {
+    __shared__ unsigned long long barriers[STAGED ? WARPS * STAGES : 1];
+    walk_staged(args, shared, barriers, slice, slices, first_head, head, lane, stores, dweight, dbias);
+    if (LINES_BYTES > 0) __syncthreads();  // the lines of a warp lie in slots of others
+  } else {
+    Raw<Param> weight;
+    if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
+    for (unsigned flat = slice; flat < args.tokens; flat += slices) {
+      backward_step<true>(args, flat, head, lane, weight, stores && (!DEFERS || flat < args.stored), dweight, dbias);
+    }
   }
 
   if (SUMS > 0 && PER_HEAD) {
@@ -154,7 +202,8 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
     if (NEEDS_WEIGHT) scatter(row + head.of_stream * HEAD_DIM, dweight, lane, head.exists);
     if (NEEDS_BIAS) scatter(row + int(NEEDS_WEIGHT) * columns + head.of_stream * HEAD_DIM, dbias, lane, head.exists);
   } else if (SUMS > 0) {
-    if (NEEDS_WEIGHT) block_sums(args.partial, 0, dweight, lane);
-    if (NEEDS_BIAS) block_sums(args.partial, int(NEEDS_WEIGHT), dbias, lane);
+    Acc* const lines = reinterpret_cast<Acc*>(shared);
+    if (NEEDS_WEIGHT) block_sums(lines, args.partial, 0, dweight, lane);
+    if (NEEDS_BIAS) block_sums(lines, args.partial, int(NEEDS_WEIGHT), dbias, lane);
   }
 }

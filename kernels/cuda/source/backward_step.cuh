@@ -27,7 +27,31 @@ __device__ __forceinline__ void accumulate(Tile& sum, const Tile& x) {
   }
 }
 
-// Stores dx; SUMMED: adds what this token contributes to the gradients of the parameters.
+// From x and g as they lie in memory to dx, stored at `out`; SUMMED: adds what this token contributes to the gradients of
+// the parameters. `rotated` is called where the tables have been used.
+template <bool SUMMED, class Rotated>
+__device__ __forceinline__ void backward_head(const Raw<In>& raw_x, const Raw<Grad>& raw_g, const RotationRaw& tables,
+                                              const Raw<Param>& weight, double eps, char* out, bool stores,
+                                              const Lane& lane, Tile& dweight, Tile& dbias, const Rotated& rotated) {
+  const Rotation rotation(tables, lane);
+  Tile g = unpack(WRITE, raw_g, lane);
+  if (ROTATES && NORM_FIRST) rotation.apply_transposed(g, lane);
+  if (NORM_FIRST) rotated();
+  if (NORMALISES) {
+    Tile x = unpack(READ, raw_x, lane);
+    if (ROTATES && !NORM_FIRST) rotation.apply(x, lane);
+    const Acc r = reciprocal_deviation(x, eps, lane);
+    if (SUMMED && NEEDS_BIAS) accumulate(dbias, g);
+    scale(g, r);
+    if (SUMMED && NEEDS_WEIGHT) accumulate(dweight, g, x);
+    norm_backward(g, x, r, weight, lane);
+  }
+  if (ROTATES && !NORM_FIRST) rotation.apply_transposed(g, lane);
+  if (!NORM_FIRST) rotated();
+  store_head<DX_BYTES>(READ, out, lane, pack_tile<In>(READ, g, lane), stores);
+}
+
+// The same from memory to memory.
 template <bool SUMMED, class Arguments>
 __device__ __forceinline__ void backward_step(const Arguments& args, unsigned flat, const Head& head, const Lane& lane,
                                               const Raw<Param>& weight, bool stores, Tile& dweight, Tile& dbias) {
@@ -37,20 +61,8 @@ __device__ __forceinline__ void backward_step(const Arguments& args, unsigned fl
   Raw<In> x;
   if (HAS_X) x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
   const char* const gradient = head.at(args.q_grad, args.k_grad, token);
-  const Raw<Grad> raw = load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists);
+  const Raw<Grad> g = load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists);
   if (!TABLES_FIRST) tables.load(args.tables, token, lane);
-
-  const Rotation rotation(tables, lane);
-  Tile g = unpack(WRITE, raw, lane);
-  if (ROTATES && NORM_FIRST) rotation.apply_transposed(g, lane);
-  if (NORMALISES) {
-    Tile xhat = unpack(READ, x, lane);
-    if (ROTATES && !NORM_FIRST) rotation.apply(xhat, lane);
-    const Acc r = standardise(xhat, args.eps, lane);
-    if (SUMMED && NEEDS_WEIGHT) accumulate(dweight, g, xhat);
-    if (SUMMED && NEEDS_BIAS) accumulate(dbias, g);
-    norm_backward(g, xhat, r, weight, lane);
-  }
-  if (ROTATES && !NORM_FIRST) rotation.apply_transposed(g, lane);
-  store_head<DX_BYTES>(READ, head.at(args.dq, args.dk, token), lane, pack_tile<In>(READ, g, lane), stores);
+  char* const out = head.at(args.dq, args.dk, token);
+  backward_head<SUMMED>(x, g, tables, weight, args.eps, out, stores, lane, dweight, dbias, [] {});
 }

@@ -102,6 +102,14 @@ __device__ __forceinline__ void store(char* address, const Vector<T, N>& v, bool
   }
 }
 
+// A launch may be set up while the one before it ends (programmatic dependent launch, sm_90 and later): all threads come
+// here before they touch memory. Without that it costs nothing.
+__device__ __forceinline__ void wait_for_the_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // --- conversion -----------------------------------------------------------------------------------------------------
 // Acc, the arithmetic's type, is float, or double if any input or result is double.
 

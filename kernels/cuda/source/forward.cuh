@@ -19,10 +19,12 @@ struct ForwardArguments {
 static_assert(sizeof(ForwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
 constexpr int HEADS_AT_ONCE = HEADS_PER_WARP * UNROLL;
+constexpr bool ONE_WEIGHT = !PER_HEAD && Q_HEADS % HEADS_AT_ONCE == 0;  // a warp's heads are all q's, or all k's
 constexpr int GROUPS = (HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_forward(const __grid_constant__ ForwardArguments args) {
+  wait_for_the_launch_before();
   if (V_HEADS > 0 && blockIdx.x >= args.blocks) {
     move_heads<IN_BYTES, MOVE_BYTES>(args.v, args.v_out, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
     return;
@@ -48,6 +50,7 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
+    if (ONE_WEIGHT && u > 0) break;
     if (HAS_WEIGHT) weight[u] = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
     if (HAS_BIAS) bias[u] = load_parameter(head.bias(args.parameters), head.of_stream, lane, head.exists);
   }
@@ -60,7 +63,7 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
     if (ROTATES && !NORM_FIRST) rotation.apply(y, lane);
     if (NORMALISES) {
       standardise(y, args.eps, lane);
-      scale_and_shift(y, weight[u], bias[u], lane);
+      scale_and_shift(y, weight[ONE_WEIGHT ? 0 : u], bias[ONE_WEIGHT ? 0 : u], lane);
     }
     if (ROTATES && NORM_FIRST) rotation.apply(y, lane);
     char* const out = head.at(args.q_out, args.k_out, token);

@@ -67,19 +67,26 @@ __device__ __forceinline__ void subtract(Tile& x, Acc value, const Lane& lane) {
 __device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double reciprocal_root(double x) { return rsqrt(x); }
 
-// x becomes xhat = x r with r = 1 / sqrt(mean(x^2) + eps); LayerNorm: of x - mean(x). Returns r.
-__device__ __forceinline__ Acc standardise(Tile& x, double eps, const Lane& lane) {
+// r = 1 / sqrt(mean(x^2) + eps). LayerNorm: of x - mean(x), which x becomes.
+__device__ __forceinline__ Acc reciprocal_deviation(Tile& x, double eps, const Lane& lane) {
   if (NORM == LAYER) subtract(x, mean(x, lane), lane);
-  const Acc r = reciprocal_root(dot(x, x, lane) * Acc(1.0 / HEAD_DIM) + Acc(eps));
+  return reciprocal_root(dot(x, x, lane) * Acc(1.0 / HEAD_DIM) + Acc(eps));
+}
+
+__device__ __forceinline__ void scale(Tile& x, Acc factor) {
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-      x.a[c][i] *= r;
-      x.b[c][i] *= r;
+      x.a[c][i] *= factor;
+      x.b[c][i] *= factor;
     }
   }
-  return r;
+}
+
+// x becomes xhat = x r.
+__device__ __forceinline__ void standardise(Tile& x, double eps, const Lane& lane) {
+  scale(x, reciprocal_deviation(x, eps, lane));
 }
 
 // xhat w + b, in place.
@@ -109,9 +116,9 @@ __device__ __forceinline__ void scale_and_shift(Tile& x, const Raw<Param>& weigh
   }
 }
 
-// u = g w becomes the gradient of the norm's input, r (u - xhat mean(u xhat)); LayerNorm: r (u - mean(u) - ...).
-__device__ __forceinline__ void norm_backward(Tile& g, const Tile& xhat, Acc r, const Raw<Param>& weight,
-                                              const Lane& lane) {
+// Given r g and x (LayerNorm: x - mean(x)), r g becomes the gradient of the norm's input: with u = r g w it is
+// u - x r^2 mean(u x); LayerNorm: that less mean(u). So neither xhat nor g is needed, which saves a product a lane.
+__device__ __forceinline__ void norm_backward(Tile& g, const Tile& x, Acc r, const Raw<Param>& weight, const Lane& lane) {
   if (HAS_WEIGHT) {
     const Tile w = unpack_weight(weight, lane);
 #pragma unroll
@@ -123,14 +130,14 @@ __device__ __forceinline__ void norm_backward(Tile& g, const Tile& xhat, Acc r, 
       }
     }
   }
-  const Acc projection = dot(g, xhat, lane) * Acc(1.0 / HEAD_DIM);
+  const Acc projection = dot(g, x, lane) * Acc(1.0 / HEAD_DIM) * r * r;
   if (NORM == LAYER) subtract(g, mean(g, lane), lane);
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-      g.a[c][i] = r * (g.a[c][i] - xhat.a[c][i] * projection);
-      g.b[c][i] = r * (g.b[c][i] - xhat.b[c][i] * projection);
+      g.a[c][i] -= x.a[c][i] * projection;
+      g.b[c][i] -= x.b[c][i] * projection;
     }
   }
 }

@@ -38,6 +38,16 @@ struct Head {
   __device__ const char* bias(const Parameters& p) const { return is_q ? p.q_bias : p.k_bias; }
 };
 
+// Where one head stands, token by token.
+struct Place {
+  char* first;
+  long long batch, token;
+
+  __device__ Place(const Heads& heads, int head, bool grouped)
+      : first(heads.at({0, 0}, head, grouped)), batch(heads.batch), token(heads.token) {}
+  __device__ char* at(const Token& t) const { return first + (BATCHED ? t.batch * batch : 0) + t.index * token; }
+};
+
 // v is only moved, by blocks of its own, which come after those of the heads: the warps of the heads all have the same to
 // do, and these blocks fill the card while the last of those end. A thread moves VECTORS_A_THREAD vectors.
 constexpr int VECTORS_A_HEAD = HEAD_DIM / PAIRS, VECTORS_A_TOKEN = V_HEADS * VECTORS_A_HEAD, VECTORS_A_THREAD = 4;

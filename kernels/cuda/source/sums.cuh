@@ -25,9 +25,7 @@ __device__ __forceinline__ void add_rows(const Sums& args, unsigned block) {
   const int across = threadIdx.x % ACROSS, row = threadIdx.x / ACROSS;
   const Acc* here = args.partial + row * args.pitch + block * SUM_COLUMNS + across * WIDTH;
   const long long step = ROWS * args.pitch;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // for the end of the kernel that writes `partial`
-#endif
+  wait_for_the_launch_before();  // it writes `partial`
   Acc total[WIDTH] = {};
 #pragma unroll 1
   for (int left = int(args.rows) - row; left > 0; left -= ROWS * IN_FLIGHT) {

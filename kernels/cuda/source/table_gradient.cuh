@@ -78,12 +78,13 @@ norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
       standardise(n, args.eps, lane);
       scale_and_shift(n, weight, bias, lane);
     } else if (NORMALISES) {
-      Tile xhat = n;
+      Tile rotated_x = n;
       RotationRaw tables;
       tables.load(args.tables, token, lane);
-      Rotation(tables, lane).apply(xhat, lane);
-      const Acc r = standardise(xhat, args.eps, lane);
-      norm_backward(g, xhat, r, weight, lane);
+      Rotation(tables, lane).apply(rotated_x, lane);
+      const Acc r = reciprocal_deviation(rotated_x, args.eps, lane);
+      scale(g, r);
+      norm_backward(g, rotated_x, r, weight, lane);
     }
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {

@@ -29,6 +29,29 @@ __device__ __forceinline__ Token token_at(unsigned flat, long long sequence) {
   return {flat / length, flat % length};
 }
 
+// The tokens first, first + step, ..., found without a division a step.
+struct Walk {
+  unsigned flat, batch, index, step, step_batch, step_index, length;
+
+  __device__ Walk(unsigned first, unsigned step, long long sequence)
+      : flat(first), step(step), length(unsigned(sequence)) {
+    batch = BATCHED ? first / length : 0;
+    index = BATCHED ? first % length : first;
+    step_batch = BATCHED ? step / length : 0;
+    step_index = BATCHED ? step % length : step;
+  }
+  __device__ Token token() const { return {batch, index}; }
+  __device__ void advance() {
+    flat += step;
+    batch += step_batch;
+    index += step_index;
+    if (BATCHED && index >= length) {
+      index -= length;
+      ++batch;
+    }
+  }
+};
+
 // The row of a MRoPE table (0 = T, 1 = H, 2 = W) that pair j reads.
 __device__ __forceinline__ int mrope_row(int j) {
   if (MROPE == NO_MROPE) return 0;

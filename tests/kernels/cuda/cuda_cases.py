@@ -10,6 +10,7 @@ from norm_rope_cases import CASES, Case, make_inputs
 from test_norm_rope_numerics import LARGE
 
 from fusion_pass.kernels import ops
+from fusion_pass.kernels.card import H100, Card
 from fusion_pass.kernels.cuda.norm_rope import BackwardWork, forward_work, unsupported
 from fusion_pass.kernels.options import Options
 from fusion_pass.kernels.replay import Work
@@ -18,6 +19,20 @@ BF16, HALF, DOUBLE = torch.bfloat16, torch.float16, torch.float64
 INTERLEAVED = {"mrope_layout": "interleaved", "mrope_section": [24, 20, 20]}
 
 BESIDE_THE_SUMS = Case("dx of the last tokens beside the sums", 32, 8, 128, 1, 1024, BF16)
+# Where x and g come through shared memory, on a card whose memory is fast enough: several sequences, heads that fill no
+# warp, a single token.
+STAGED = [
+    Case("staged, tables ahead", 32, 8, 128, 4, 300, BF16, per_lane=True, table_dtype=BF16),
+    Case("staged, adjacent", 24, 24, 128, 3, 257, BF16, options={"pairing": "adjacent"}),
+    Case("staged, half a warp of heads", 16, 2, 128, 1, 999, BF16, packing="grouped"),
+    Case("staged, head_dim 96", 32, 8, 96, 2, 333, HALF, packing="blocked"),
+    Case("staged, head_dim 256", 16, 8, 256, 2, 200, BF16, per_lane=True, table_dtype=BF16,
+         options={"norm": "rms_one_plus"}),
+    Case("staged, interleaved", 32, 8, 128, 3, 200, BF16, options=INTERLEAVED),
+    Case("staged, one token", 5, 2, 128, 1, 1, BF16),
+    Case("staged, row a head, float32", 7, 3, 128, 2, 400, per_head=True, options={"norm_first": False}),
+    Case("staged, positions, layer", 12, 4, 80, 2, 600, BF16, positions="per sample", options={"norm": "layer"}),
+]  # fmt: skip
 # What the shared cases leave out: vectors of every width, and every kind of number of threads a head.
 MORE = [
     Case("bf16, vectors of 8, adjacent", head_dim=64, dtype=BF16, options={"pairing": "adjacent"}, packing="blocked"),
@@ -38,6 +53,7 @@ MORE = [
     Case("conjugate, positions", 4, 2, 64, 2, 5, HALF, positions="shared", options={"norm": "none", "conjugate": True}),
     Case("grouped, row a head", 4, 2, 64, 2, 300, BF16, per_head=True, affine="wb", packing="grouped"),
     BESIDE_THE_SUMS,
+    *STAGED,
     *(Case(f"head_dim {d}, bf16", 4, 1, d, 2, 9, BF16, packing="blocked") for d in (32, 48, 64, 80, 96, 112, 192, 256)),
 ]  # fmt: skip
 
@@ -52,9 +68,9 @@ CUDA_CASES = [case for case in (*CASES, *MORE, *LARGE) if taken(case)]
 MODEL_SIZE = [case for case in LARGE if taken(case)]
 
 
-def prepared(case: Case, overlaps: bool = True) -> Iterator[Work]:
+def prepared(case: Case, overlaps: bool = True, card: Card = H100) -> Iterator[Work]:
     """The launches of the forward and of the backward with every gradient, on an H100's number of multiprocessors.
-    `overlaps`: as on sm_90 and later."""
+    `overlaps`: as on sm_90 and later. `card`: what tiles are for."""
     inputs = make_inputs(case, torch.device("cpu"))
     tensors = inputs.tensors()
     options: dict[str, Any] = dict(case.all_options)
@@ -64,16 +80,17 @@ def prepared(case: Case, overlaps: bool = True) -> Iterator[Work]:
         sizes = {"num_heads": case.heads, "num_kv_heads": case.kv_heads, "head_dim": case.head_dim}
         options |= {**sizes, "packing": case.packing}
     planned = plan(*tensors, **options)
-    yield forward_work(planned.streams, planned.tables, planned.options, planned.copy)
+    yield forward_work(planned.streams, planned.tables, planned.options, planned.copy, card)
     positions = len(inputs.x) + 2
     mask = [t is not None for i, t in enumerate(tensors) if i != positions]
     grads = [torch.empty_like(result) for result in planned.results]
     options = {name: value for name, value in options.items() if not name.startswith("out_")}
     back = grad_plan(*grads, *tensors, output_mask=mask, in_dtype=case.dtype, **options)
     needs_tables = back.needs_cos or back.needs_sin
-    yield from BackwardWork(back.streams, back.tables, back.options, back.copy, needs_tables, 132, overlaps).works
+    backward = BackwardWork(back.streams, back.tables, back.options, back.copy, needs_tables, 132, overlaps, card)
+    yield from backward.works
 
 
-def by_kernel(case: Case) -> dict[str, Work]:
+def by_kernel(case: Case, card: Card = H100) -> dict[str, Work]:
     """`prepared`, by the name of the kernel."""
-    return {work.launch.instance.kernel: work for work in prepared(case)}  # type: ignore[attr-defined]
+    return {work.launch.instance.kernel: work for work in prepared(case, card=card)}  # type: ignore[attr-defined]

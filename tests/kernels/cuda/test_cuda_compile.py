@@ -9,6 +9,7 @@ import pytest
 from cuda_cases import BESIDE_THE_SUMS, CUDA_CASES, MODEL_SIZE, by_kernel, prepared
 from norm_rope_cases import Case
 
+from fusion_pass.kernels.card import H100, H200, Card
 from fusion_pass.kernels.cuda import compiler
 from fusion_pass.kernels.cuda.instance import Instance
 
@@ -26,11 +27,11 @@ def spilled_bytes(instance: Instance, arch: str, alignment: int = 16) -> int:
     return sum(map(int, figures))
 
 
-def check(cases: list[Case], arch: str) -> None:
+def check(cases: list[Case], arch: str, card: Card = H100) -> None:
     seen: set[str] = set()
     spills = {}
     for case in cases:
-        for work in prepared(case):
+        for work in prepared(case, card=card):
             instance: Instance = work.launch.instance  # type: ignore[attr-defined]
             if instance.source() not in seen:
                 seen.add(instance.source())
@@ -39,8 +40,9 @@ def check(cases: list[Case], arch: str) -> None:
     assert not any(spills.values()), {name: n for name, n in spills.items() if n}
 
 
-def test_instances_of_model_size() -> None:
-    check([*MODEL_SIZE, BESIDE_THE_SUMS], "sm_90")
+@pytest.mark.parametrize("card", [H100, H200])
+def test_instances_of_model_size(card: Card) -> None:
+    check([*MODEL_SIZE, BESIDE_THE_SUMS], "sm_90", card)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -50,14 +52,14 @@ def test_every_architecture(arch: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_no_spills_in_any_instance(arch: str) -> None:
-    check(CUDA_CASES, arch)
+@pytest.mark.parametrize(("arch", "card"), [*((arch, H100) for arch in ARCHITECTURES), ("sm_90", H200)])
+def test_no_spills_in_any_instance(arch: str, card: Card) -> None:
+    check(CUDA_CASES, arch, card)
 
 
 def test_narrow_accesses_compile() -> None:
     """Addresses that are multiples of less than 16 bytes narrow the accesses."""
-    works = by_kernel(MODEL_SIZE[0])
+    works = by_kernel(MODEL_SIZE[0], H200)
     for alignment, kernel in ((8, "forward"), (4, "backward"), (2, "forward"), (2, "backward")):
         assert spilled_bytes(works[kernel].launch.instance, "sm_90", alignment) == 0  # type: ignore[attr-defined]
 

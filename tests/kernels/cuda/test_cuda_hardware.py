@@ -136,3 +136,37 @@ def test_first_use_on_another_thread(device: torch.device) -> None:
             result = pool.submit(run).result()
     for a, b in zip(result, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_what_the_launch_before_writes_is_read(device: torch.device, backend: str) -> None:
+    """Kernels are set up while the launch before them ends: what that one writes last must be seen, by the forward and
+    by the backward, called and replayed by a graph."""
+    case = Case("", 32, 8, 128, 1, 3000, torch.bfloat16, packing="blocked")
+    inputs = make_inputs(case, device)
+    x = inputs.x[0].data  # without the version that autograd compares
+    source = x.clone()
+    results = call(case, inputs, backend)
+    grads = [torch.randn_like(t) for t in results]
+    wanted = [inputs.x[0], *(p for p in inputs.parameters if p is not None)]
+
+    def step(gradients: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            forward = call(case, inputs, backend)
+        return [*forward, *torch.autograd.grad(results, wanted, gradients, retain_graph=True)]
+
+    expected = [t.clone() for t in step(grads)]
+    for _ in range(20):
+        x.fill_(float("nan"))
+        x.copy_(source)
+        for ours, theirs in zip(step([(t * 2).mul_(0.5) for t in grads]), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        x.fill_(float("nan"))
+        x.copy_(source)
+        captured = call(case, inputs, backend)
+    for _ in range(20):
+        graph.replay()
+        for ours, theirs in zip(captured, expected, strict=False):
+            assert torch.equal(ours, theirs)

@@ -17,6 +17,7 @@ from norm_rope_cases import CASES, Case
 
 from fusion_pass import FusionConfig
 from fusion_pass.kernels import cuda, registry
+from fusion_pass.kernels.card import H100, H200, Card
 from fusion_pass.kernels.cuda import compiler, launch
 from fusion_pass.kernels.cuda.instance import Access, entry_rows, lane_access, slot_constants, table_access
 from fusion_pass.kernels.cuda.norm_rope import forward_work
@@ -181,6 +182,25 @@ def test_v_is_moved_beside_the_sums(case: Case, kernels: list[str]) -> None:
     assert [name for name in launches if name not in ("forward", "table_gradient")] == kernels
     moving = {name: bool(launches[name].instance.constants.get("V_HEADS")) for name in kernels}
     assert moving == {name: case.packing is not None and name == kernels[-1] for name in kernels}
+
+
+@pytest.mark.parametrize(
+    ("case", "card", "stages"),
+    [
+        (BESIDE_THE_SUMS, H200, 2),
+        (BESIDE_THE_SUMS, Card(90, 4200), 2),
+        (BESIDE_THE_SUMS, H100, 0),
+        (BESIDE_THE_SUMS, Card(90, 0), 0),
+        (BESIDE_THE_SUMS, Card(80, 2000), 0),
+        (Case("biases", 32, 8, 128, 1, 64, BF16, affine="wb"), H200, 0),
+        (Case("short heads", 32, 8, 64, 1, 64, BF16), H200, 0),
+        (Case("no bulk copies", 32, 8, 72, 1, 64, BF16), H200, 0),
+        (Case("no norm", 32, 8, 128, 1, 64, BF16, options={"norm": "none"}), H200, 0),
+    ],
+    ids=lambda value: str(value),
+)
+def test_tokens_come_through_shared_memory_where_it_was_measured(case: Case, card: Card, stages: int) -> None:
+    assert by_kernel(case, card)["backward"].launch.instance.constants["STAGES"] == stages  # type: ignore[attr-defined]
 
 
 def test_every_dx_is_written_once() -> None:
