@@ -328,7 +328,7 @@ def benchmark(
         runs["eager"] = formula
     if "inductor" in baselines:
         runs["inductor"] = compiled or compile_formula()
-    alternative = liger(shape)
+    alternative = liger(shape) if "liger" in baselines else None
     if alternative is not None and agrees(alternative, shape, data[0]):
         runs["liger"] = alternative
     runs |= {name: partial(fused, backend=name) for name in BACKENDS if name in baselines}
@@ -464,7 +464,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="three shapes")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--only", nargs="+", help="names of shapes")
-    parser.add_argument("--baselines", nargs="*", default=["eager", "inductor"], help="also back ends: triton, cuda")
+    parser.add_argument(
+        "--baselines", nargs="*", default=["eager", "inductor", "liger"], help="also back ends: triton, cuda"
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="the back end that is measured")
     parser.add_argument("--as-called", action="store_true", help="no CUDA graphs: each call as Python makes it")
     parser.add_argument("--parallel", action="store_true", help="one process a shape; they compile side by side first")
