@@ -1,7 +1,7 @@
 """Write the table by which `backend="auto"` takes CUDA C++ or Triton: `python -m benchmarks.choose_norm_rope RESULT`.
 
-RESULT is the file of a run that measured both: `python -m benchmarks.norm_rope --baselines triton cuda inductor`. The
-table goes to `kernels/choice/`, one file a card; what reads it is `kernels/choice/table.py`.
+RESULT is the file of a run that measured both: `python -m benchmarks.norm_rope --baselines triton cuda inductor`, or in
+less time `--backend triton --baselines cuda inductor`. The table goes to `kernels/choice/`, one file a card; what reads it is `kernels/choice/table.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def choices(result: Mapping[str, Any]) -> dict[str, Any]:
     """The table's file."""
     measured: dict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
     for row in result["rows"]:
-        times = [row["baselines"].get(name) for name in BACKENDS]
+        times = [row["ours"] if name == result.get("backend") else row["baselines"].get(name) for name in BACKENDS]
         name, _, tokens = row["case"].removesuffix(" tokens").rpartition(", ")
         if None not in times:
             measured[name, row["pass"]].append((int(tokens), *times))

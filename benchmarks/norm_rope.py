@@ -504,7 +504,7 @@ def main(arguments: argparse.Namespace) -> None:
                 break
             rows += run(shape, tokens, bandwidth)
             # After every case: a run that is cut short keeps what it measured.
-            facts = {"timing": how, "copy_gb_s": round(bandwidth / 1e3), "host_us": host}
+            facts = {"timing": how, "backend": arguments.backend, "copy_gb_s": round(bandwidth / 1e3), "host_us": host}
             write_results("norm_rope_as_called" if arguments.as_called else "norm_rope", rows, facts, arguments.out)
         print(f"{time.monotonic() - start:.0f} s in all")
 
