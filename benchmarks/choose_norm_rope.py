@@ -1,7 +1,8 @@
 """Write the table by which `backend="auto"` takes CUDA C++ or Triton: `python -m benchmarks.choose_norm_rope RESULT`.
 
 RESULT is the file of a run that measured both: `python -m benchmarks.norm_rope --baselines triton cuda inductor`, or in
-less time `--backend triton --baselines cuda inductor`. The table goes to `kernels/choice/`, one file a card; what reads it is `kernels/choice/table.py`.
+less time `--backend triton --baselines cuda inductor`. The table goes to `kernels/choice/`, one file a card; what reads
+it is `kernels/choice/table.py`.
 """
 
 from __future__ import annotations
