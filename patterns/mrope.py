@@ -84,7 +84,7 @@ def note(root: Evaluator, wanted: Array, picked: Operand, at: fx.Node) -> str:
 
 def _selects(value: Value, wanted: Array) -> bool:
     """Whether every pair of `wanted` is a lane of some row of `value`, and no row has them all."""
-    data = value.data[:, 0].reshape(len(wanted), 3, -1)
+    data = value.data[:, 0].reshape(len(value.data), 3, -1)
     if np.iscomplexobj(data):
         return False
     same: Array = np.less_equal(abs(data[..., None] - wanted[:, None, None]), TOLERANCE)
@@ -133,7 +133,7 @@ def _choice(value: Value, wanted: Array) -> tuple[list[int], int] | None:
     lanes of more than one row.
     """
     pairs, lanes = wanted.shape[1], value.data.shape[-1]
-    data = value.data[:, 0].reshape(len(wanted), 3, -1)
+    data = value.data[:, 0].reshape(len(value.data), 3, -1)
     if data.shape[2] != lanes or np.iscomplexobj(data):
         return None
     for step in (1, 2):

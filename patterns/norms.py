@@ -161,8 +161,8 @@ def _parameter(root: Evaluator, wanted: Array, nodes: Sequence[fx.Node], at: fx.
         if not isinstance(value, Value) or any(value.outer(d) for d in range(value.rank)):
             continue
         kept = [d for d in range(value.rank) if value.shape[d] != 1]
-        data = value.data[:, 0].reshape(len(wanted), *(value.data.shape[2 + d] for d in kept))
-        if data.shape != wanted.shape or not equal(data, wanted):
+        data = value.data[:, 0].reshape(len(value.data), *(value.data.shape[2 + d] for d in kept))
+        if not equal(data, wanted):
             continue
         steps = []
         for axis in reversed(range(value.rank)):

@@ -253,8 +253,15 @@ def _layer_norm(
 
 
 def _constant(context: Context, node: fx.Node, fill: float) -> Value:
+    _whole(node, np.asarray(fill))
     shape, number = shape_of(node), _addend(context, float(fill))
     return Value(shape, number.data.reshape((-1, 1) + (1,) * len(shape)), {})
+
+
+def _whole(node: fx.Node, numbers: Array) -> None:
+    result = fake_tensor(node)
+    if result is None or not (result.is_floating_point() or np.array_equal(numbers, np.trunc(numbers))):
+        raise Opaque("fractions cut to integers")
 
 
 @handler("zeros", "zeros_like", "new_zeros")
@@ -283,6 +290,7 @@ def _tensor(context: Context, node: fx.Node, data: Any, **kwargs: Any) -> Value:
         raise Opaque("tensor of unknown numbers") from None
     if numbers.size == 1:
         return _constant(context, node, numbers.item())
+    _whole(node, numbers)
     return Value(numbers.shape, numbers.reshape((1, 1, *numbers.shape)), {})
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from torch import fx
 
 from .forms import Forms
-from .vocabulary import fake_tensor, operation, written_arguments
+from .vocabulary import memory_of, operation, written_arguments
 
 _shared: ContextVar[dict[fx.Graph, Effects] | None] = ContextVar("shared effects", default=None)
 
@@ -138,7 +138,7 @@ class Effects:
     def storage(self, node: fx.Node) -> int | None:
         """Identity of the memory behind `node`; None for nodes that hold no tensor."""
         if node not in self._storage:
-            self._storage[node] = _memory(node)
+            self._storage[node] = memory_of(node)
         return self._storage[node]
 
     def writes(self, node: fx.Node) -> list[fx.Node]:
@@ -162,13 +162,3 @@ class Effects:
     def written_between(self, node: fx.Node, first: fx.Node, last: fx.Node) -> list[fx.Node]:
         """Writes to the memory behind `node` after `first`, up to and including `last`."""
         return [w for w in self.writes(node) if self.order[first] < self.order[w] <= self.order[last]]
-
-
-def _memory(node: fx.Node) -> int | None:
-    tensor = fake_tensor(node)
-    if tensor is None:
-        return None
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)

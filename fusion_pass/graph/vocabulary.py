@@ -103,10 +103,11 @@ _UNDECLARED_WRITES: dict[str, tuple[str | None, tuple[str, ...]]] = {
 _IN_PLACE_METHODS = {f"__{function.__name__}__": name for function, name in _IN_PLACE_OPERATORS.items()}
 _OTHER_IN_PLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _OTHER_IN_PLACE)
 
-_PURE_HIGHER_ORDER = frozenset(
+_WRITES_IN_BODIES = frozenset(
     "tag_activation_checkpoint wrap wrap_activation_checkpoint flex_attention flex_attention_backward "
     "autograd_function_apply auto_functionalized auto_functionalized_v2 checkpoint".split()
 )
+"""Operators that write what the graphs write that they are given. Others may write all they read."""
 
 
 _CALLS = ("call_function", "call_method")
@@ -180,7 +181,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if overloads := _overloads(target):
         return written + [n for overload in overloads for n in _written_by_schema(node, overload)]
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return [] if target._name in _PURE_HIGHER_ORDER else list(node.all_input_nodes)
+        return _written_in_bodies(node) if target._name in _WRITES_IN_BODIES else list(node.all_input_nodes)
     if _writes_first(op, target) or inplace not in (None, False):
         first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
         written += [first] if isinstance(first, fx.Node) else list(node.all_input_nodes)
@@ -233,14 +234,14 @@ def _writes_nothing(op: str, target: Any) -> bool:
         arguments = [a for overload in overloads for a in overload._schema.arguments]
         return not any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return target._name in _PURE_HIGHER_ORDER
+        return False
     return not _writes_first(op, target)
 
 
 def _overloads(target: Any) -> Sequence[torch._ops.OpOverload]:
     """The operators that a call of `target` may run: of a packet (`torch.ops.library.name`) any of its overloads."""
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return [getattr(target, name) for name in target.overloads()]
+        return [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
     return [target] if isinstance(target, torch._ops.OpOverload) else []
 
 
@@ -271,6 +272,40 @@ def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.
             values = value if isinstance(value, tuple | list) else [value]
             written += [v for v in values if isinstance(v, fx.Node)]
     return written
+
+
+def _written_in_bodies(node: fx.Node) -> list[fx.Node]:
+    """What the graphs write that `node`, as activation checkpointing, is given and calls with the rest."""
+    inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
+    bodies = [_module(n) for n in node.all_input_nodes if n.op == "get_attr" and fake(n) is None]
+    written = [n for body in bodies if body is not None for call in body.graph.nodes for n in written_arguments(call)]
+    if not written:
+        return []
+    memory = {memory_of(n) for n in written}
+    places = [n for body in bodies if body is not None for n in body.graph.nodes if n.op == "placeholder"]
+    if None in memory or len(bodies) != 1 or len(places) != len(node.args) - 1:
+        return inputs
+    given = zip(node.args[1:], places, strict=True)
+    return [n for n, place in given if isinstance(n, fx.Node) and memory_of(place) in memory]
+
+
+def _module(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a `get_attr` node stands for."""
+    module: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        module = getattr(module, name, None)
+    return module if isinstance(module, fx.GraphModule) else None
+
+
+def memory_of(node: fx.Node) -> int | None:
+    """Identity of the memory behind `node`; None for nodes that hold no tensor."""
+    tensor = fake_tensor(node)
+    if tensor is None:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def fake(node: fx.Node) -> Any:

@@ -117,6 +117,26 @@ def test_rounding_to_eight_bits_stays_where_it_is(place):
     assert not rounding
 
 
+@pytest.mark.parametrize(
+    ("factor", "dtype"),
+    [(1.5, torch.float), (1.5, torch.long), ([2.0] * D, torch.float)],
+    ids=["number", "cut_to_an_integer", "lanes"],
+)
+def test_weight_that_is_multiplied_by_a_constant(factor, dtype):
+    """The product is no tensor of the graph where the factor is behind the norm."""
+    refused("The weight of the norm is not a tensor", norm=lambda x, w: rms(x, w) * torch.tensor(factor, dtype=dtype))
+
+
+def test_fractions_cut_to_integers():
+    """`torch.full((1,), 1.9, dtype=torch.long)` is 1."""
+
+    def cut(q, c, s):
+        return halves(q, c * 1.9, s * torch.full((1,), 1.9, dtype=torch.long))
+
+    refused("cos^2 + sin^2 differs", rotate=cut)
+    assert sites_of(Attention(rotate=lambda q, c, s: halves(q, c * 1.9, s * torch.full((1,), 1.9))), *inputs())
+
+
 def test_bits_read_as_numbers():
     """`view(dtype=...)` moves nothing and changes every number: what is rotated is not what was normalised."""
     module, _ = capture(Attention(between=lambda x: x.view(dtype=torch.int32).float()), *inputs())

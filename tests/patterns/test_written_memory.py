@@ -10,6 +10,7 @@ import pytest
 import torch
 from spellings import HALF, B, D, H, S
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Parts = tuple[Tensor, ...]
 
@@ -105,3 +106,30 @@ def test_attention_that_writes_for_itself() -> None:
     module, inputs = graphs.captured(model, *torch.randn(3, B, H, S, D))
     (place,) = graphs.check(module, inputs)
     assert isinstance(place, graphs.Site)
+
+
+REGIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "the keys": (lambda k: k.mul_(2.0), True),
+    "a view of the keys": (lambda k: k[:, :, 1:].add_(1.0).sum(), True),
+    "nothing": (lambda k: k * 2, False),
+    "a copy": (lambda k: k.clone().mul_(2.0), False),
+}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", REGIONS)
+def test_keys_written_in_a_checkpointed_region(name: str, captured: bool) -> None:
+    """A graph of its own, which this one calls. `captured`: the keys are no argument of its function."""
+    region, writes = REGIONS[name]
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT
+        function = (lambda q: region(k) + q) if captured else (lambda q, k: region(k) + q)
+        other = checkpoint(function, *((q,) if captured else (q, k)), use_reentrant=False)
+        return scores.softmax(-1) @ v, other
+
+    module, _ = graphs.captured(model, *torch.randn(3, B, H, S, D))
+    if writes:
+        assert "is overwritten by 'tag_activation_checkpoint' before it is finished" in graphs.refusal(module)
+    else:
+        graphs.site(module)
