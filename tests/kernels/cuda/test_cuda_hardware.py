@@ -141,7 +141,7 @@ def test_first_use_on_another_thread(device: torch.device) -> None:
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_what_the_launch_before_writes_is_read(device: torch.device, backend: str) -> None:
     """Kernels are set up while the launch before them ends: what that one writes last must be seen, by the forward and
-    by the backward, called and replayed by a graph."""
+    by the backward, on one stream and from another one, called and replayed by a graph."""
     case = Case("", 32, 8, 128, 1, 3000, torch.bfloat16, packing="blocked")
     inputs = make_inputs(case, device)
     x = inputs.x[0].data  # without the version that autograd compares
@@ -155,18 +155,32 @@ def test_what_the_launch_before_writes_is_read(device: torch.device, backend: st
             forward = call(case, inputs, backend)
         return [*forward, *torch.autograd.grad(results, wanted, gradients, retain_graph=True)]
 
-    expected = [t.clone() for t in step(grads)]
-    for _ in range(20):
+    def written_again() -> None:
         x.fill_(float("nan"))
+        torch.cuda._sleep(100_000)
         x.copy_(source)
+
+    expected = [t.clone() for t in step(grads)]
+    other, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    for round_ in range(20):
+        other.wait_stream(current)
+        with torch.cuda.stream(other if round_ % 2 else current):
+            written_again()
+        current.wait_stream(other)
         for ours, theirs in zip(step([(t * 2).mul_(0.5) for t in grads]), expected, strict=True):
             assert torch.equal(ours, theirs)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        x.fill_(float("nan"))
-        x.copy_(source)
-        captured = call(case, inputs, backend)
+        written_again()
+        captured = [*call(case, inputs, backend)]
+        capturing = torch.cuda.current_stream(device)
+        other.wait_stream(capturing)
+        with torch.cuda.stream(other):
+            written_again()
+        captured[0].sum()  # a kernel before the launch that has to wait for both streams
+        capturing.wait_stream(other)
+        captured += call(case, inputs, backend)
     for _ in range(20):
         graph.replay()
-        for ours, theirs in zip(captured, expected, strict=False):
+        for ours, theirs in zip(captured, [*expected[:3], *expected[:3]], strict=True):
             assert torch.equal(ours, theirs)
