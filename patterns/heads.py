@@ -224,9 +224,7 @@ def _joined_to_nothing(heads: Heads) -> Heads | None:
     if not isinstance(dim, int) or dim % _tensor(heads.node).dim() != heads.order[1]:
         return None
     full = [part for part in parts if isinstance(part, fx.Node) and 0 not in _tensor(part).shape]
-    if len(full) != 1 or sizes(_tensor(full[0])) != sizes(_tensor(heads.node)) or _tensor(full[0]).dtype != heads.dtype:
-        return None
-    return replace(heads, node=full[0])
+    return replace(heads, node=full[0]) if len(full) == 1 else None
 
 
 def _upcast(heads: Heads) -> Heads | None:

@@ -291,6 +291,7 @@ REPEATS: dict[str, Callable[[Tensor], Tensor]] = {
     "unsqueeze": lambda x: x.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1, 2),
     "repeat_interleave": lambda x: x.repeat_interleave(2, dim=1),
     "sequence first": lambda x: x.transpose(1, 2).repeat_interleave(2, dim=2).transpose(1, 2),
+    "with a cache": lambda x: repeat_kv(torch.cat([x[:, :, :2], x[:, :, 2:] * 1.5], dim=2), 2),
     "with an empty cache": lambda x: repeat_kv(torch.cat([x[:, :, :0], x], dim=2), 2),
 }
 
@@ -308,6 +309,10 @@ OTHER_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "tiled": lambda x: x.repeat(1, 2, 1, 1),
     "expanded in front": lambda x: x[:, None].expand(-1, 2, -1, -1, -1).reshape(B, H, S, D),
     "rolled": lambda x: repeat_kv(x, 2).roll(1, 1),
+    "tokens reversed": lambda x: (
+        x[:, :, None, torch.arange(S - 1, -1, -1)].expand(-1, -1, 2, -1, -1).reshape(B, H, S, D)
+    ),
+    "tokens repeated": lambda x: x.repeat_interleave(2, dim=1)[:, :, :1].repeat_interleave(S, dim=2),
 }
 
 

@@ -72,6 +72,7 @@ CAUSAL: dict[str, Mask] = {
     "masked_fill": lambda q, k: torch.zeros(q.shape[2], k.shape[2]).masked_fill(columns(k) > rows(q), float("-inf")),
     "masked_fill in place": lambda q, k: torch.zeros(q.shape[2], k.shape[2]).masked_fill_(columns(k) > rows(q), LOWEST),
     "written twice": written_twice,
+    "differences": lambda q, k: columns(k) <= rows(q) - 1 + torch.diff(torch.arange(k.shape[2] + 1))[None, :],
     "product of two truths": lambda q, k: (columns(k) <= rows(q)) * (columns(k) <= rows(q) + 3),
     "product with the lowest": lambda q, k: (1.0 - (columns(k) <= rows(q)).float()) * LOWEST,
     "four axes": lambda q, k: (columns(k) <= rows(q))[None, None].expand(q.shape[0], 1, -1, -1),
@@ -251,6 +252,26 @@ def test_documents_of_other_queries() -> None:
         lambda q, k, a, b: (a[:, :, None] == b[:, None, :])[:, None], SEGMENTS[:, 2:7], SEGMENTS, queries=5
     )
     assert found == {"q_segment_ids": "l_given_0_", "k_segment_ids": "l_given_1_"}
+
+
+COUNTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "zeros": lambda data, flags: ~(data == 0),
+    "flags": lambda data, flags: ~flags,
+    "where data is no position": lambda data, flags: data != torch.arange(S),
+    "where data is not that of two before": lambda data, flags: torch.cat(
+        (data[:, :2] != 0, data[:, 2:] != data[:, :-2]), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_documents_counted_by_something_else_are_documents(name: str) -> None:
+    """Their numbers are data; that the positions differ as the tokens do within one is not."""
+
+    def mask(q: Tensor, k: Tensor, data: Tensor, flags: Tensor) -> Tensor:
+        return same(COUNTS[name](data, flags).cumsum(-1)) & (data[:, None, None, :] <= data[:, None, :, None])
+
+    assert set(with_data(mask, POSITIONS, PADDING.bool())) == {"q_segment_ids", "mask"}
 
 
 def test_documents_by_heads_stay_a_mask() -> None:

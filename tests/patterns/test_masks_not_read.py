@@ -46,6 +46,10 @@ NOT_READ: dict[str, Mask] = {
     "repeated": lambda q, k: torch.arange(3).repeat(3)[None, :] <= rows(q),
     "gathers at two places": gathered_at_two_places,
     "an index from the end": lambda q, k: torch.arange(S)[torch.arange(S) - 1][None, :] <= rows(q),
+    "an index of two cases": lambda q, k: torch.arange(S)[torch.where(torch.arange(S) > 2, 1, 0)][None, :] <= rows(q),
+    "differences before one more": lambda q, k: (
+        columns(k) <= rows(q) - 1 + torch.diff(torch.arange(S), append=torch.zeros(1, dtype=torch.long))[:, None]
+    ),
     "a product of two": lambda q, k: rows(q) * columns(k) <= 4,
     "alpha": lambda q, k: torch.sub(columns(k), rows(q), alpha=2) <= 0,
     "a quotient towards zero": lambda q, k: (
