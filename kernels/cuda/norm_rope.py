@@ -214,6 +214,7 @@ class BackwardWork:
             constants["V_HEADS"], copy = 0, None
         accesses = self._accesses()
         tile = backward_tile(constants, accesses, self._acc.itemsize, card, packed=self._copy is not None)
+        constants["HEADS_ADJOIN"] = self._heads_adjoin()
         constants["DEFERS"] = overlaps and self._may_defer(tile)
         deferred = deferred_tokens(site.tokens, self._dx_bytes()) if constants["DEFERS"] else 0
         instance = Instance("backward", self._types, {**constants, **tile_constants(tile)}, accesses)
@@ -251,6 +252,11 @@ class BackwardWork:
         """dx of some tokens may be left to the launch that adds up the sums: that has blocks like these, and no v."""
         filled = len(self._filled) == len(self._streams)
         return bool(self._kinds) and self._copy is None and filled and 32 * tile.warps == _SUM_THREADS
+
+    def _heads_adjoin(self) -> bool:
+        """The heads of a token of x, and of its gradient, follow each other in memory."""
+        read = (*self._grads, *self._read)
+        return all(t.dim() == 4 and (t.shape[2] == 1 or t.stride(2) == t.shape[3]) for t in read)
 
     def _dx_bytes(self) -> int:
         """Of one token."""

@@ -146,7 +146,7 @@ __device__ __forceinline__ void walk_staged(const BackwardArguments& args, const
     ring.wait();
     const Raw<In> x = ring.x(lane, head.exists);
     const Raw<Grad> g = ring.g(lane, head.exists);
-    __syncwarp();
+    ring.taken();
     if (ahead.flat < args.tokens) ring.fill(ring.stage, ahead.token());
     ahead.advance();
     ring.advance();

@@ -18,8 +18,10 @@ constexpr unsigned NAN_BITS = 0xffffffffu;
 // The order of these loads is the order of issue: a compiler's own order was measured to be up to 9 % slower.
 // `active` is a predicate inside of the instruction, not a branch.
 
-#if IN_PLACE
-#define LOAD "ld.global"  // what is written while this kernel is resident may not be read through the read-only path
+#if IN_PLACE || __CUDA_ARCH__ >= 900
+// What is written while this kernel is resident may not be read through the read-only path: what it writes itself, and
+// what the launch before it writes (wait_for_the_launch_before).
+#define LOAD "ld.global"
 #else
 #define LOAD "ld.global.nc"
 #endif

@@ -1,8 +1,9 @@
 // x and g of a warp's next tokens, on their way into shared memory while it computes (sm_90 and later).
 //
-// A warp has STAGES slots of its own, each for its heads of one token: x, then g. Bulk copies fill them, one a head, which
-// take no registers and leave the L1 to the tables. One lane tells the slot's barrier how many bytes will come; each copy
-// counts its own there; all lanes wait for the count, take their vectors, and the slot is filled again.
+// A warp has STAGES slots of its own, each for its heads of one token: x, then g. Bulk copies fill them, one a head or a
+// run of heads; they take no registers and leave the L1 to the tables. One lane tells the slot's barrier how many bytes
+// will come; each copy counts its own there; all lanes wait for the count, take their vectors, and the slot is filled
+// again.
 #pragma once
 #include "streams.cuh"
 
@@ -15,31 +16,48 @@ struct Ring {
   static constexpr int X = HEADS_PER_WARP * X_HEAD, SLOT = X + HEADS_PER_WARP * G_HEAD, WARP = STAGES * SLOT;
   static_assert(!STAGED || (HEADS_PER_WARP <= 16 && X_HEAD % 16 == 0 && G_HEAD % 16 == 0), "what a bulk copy takes");
 
-  Place from;  // the head that this lane copies: x in the lower half of the warp, g in the upper one
-  int size;  // of that head; 0: none
+  Place from;  // the heads that this lane copies: x in the lower half of the warp, g in the upper one
+  int size;  // of these; 0: none
   unsigned to;  // within a slot
   unsigned slots, barriers;  // of this warp
   unsigned bytes;  // of all its copies of one token
   int stage;  // the next slot to be taken from
   unsigned parity;  // of its barrier
 
+  // Heads of one stream that adjoin in memory are one copy.
+  struct Part {
+    int first, count;  // of the warp's heads
+
+    __device__ explicit Part(int first_head) {
+      const int within = threadIdx.x % 16, all = at_most(HEADS - first_head);
+      const int of_q = first_head < Q_HEADS ? at_most(Q_HEADS - first_head) : 0;
+      first = HEADS_ADJOIN ? (within == 0 ? 0 : of_q) : within;
+      count = HEADS_ADJOIN ? (within == 0 ? of_q : within == 1 ? all - of_q : 0) : int(within < all);
+    }
+    __device__ static int at_most(int heads) { return heads < HEADS_PER_WARP ? heads : HEADS_PER_WARP; }
+  };
+
   template <class Arguments>
   __device__ Ring(const Arguments& args, const char* memory, const unsigned long long* all_barriers, int first_head)
-      : Ring(args, memory, all_barriers, first_head, Head(first_head + int(threadIdx.x % 16), true)) {}
+      : Ring(args, memory, all_barriers, first_head, Part(first_head)) {}
 
   template <class Arguments>
   __device__ Ring(const Arguments& args, const char* memory, const unsigned long long* all_barriers, int first_head,
-                  const Head& head)
+                  const Part& part)
+      : Ring(args, memory, all_barriers, first_head, part, Head(first_head + part.first, true)) {}
+
+  template <class Arguments>
+  __device__ Ring(const Arguments& args, const char* memory, const unsigned long long* all_barriers, int first_head,
+                  const Part& part, const Head& head)
       : from(copies_x() ? (head.is_q ? args.q : args.k) : (head.is_q ? args.q_grad : args.k_grad), head.of_stream,
              head.is_q),
         stage(0), parity(0) {
-    const int within = threadIdx.x % 16, warp = threadIdx.x / 32;
-    size = within < HEADS_PER_WARP && head.exists ? (copies_x() ? X_HEAD : G_HEAD) : 0;
-    to = copies_x() ? within * X_HEAD : X + within * G_HEAD;
+    const int warp = threadIdx.x / 32, of_a_head = copies_x() ? X_HEAD : G_HEAD;
+    size = part.count * of_a_head;
+    to = (copies_x() ? 0 : X) + part.first * of_a_head;
     slots = shared_address(memory) + warp * WARP;
     barriers = shared_address(all_barriers) + warp * STAGES * 8;
-    const int left = HEADS - first_head;
-    bytes = (left < HEADS_PER_WARP ? left : HEADS_PER_WARP) * (X_HEAD + G_HEAD);
+    bytes = Part::at_most(HEADS - first_head) * (X_HEAD + G_HEAD);
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
       for (int s = 0; s < STAGES; ++s) {
@@ -50,7 +68,7 @@ struct Ring {
     __syncwarp();
   }
 
-  // Slot `s` is to hold this token. All lanes have taken what it held.
+  // Slot `s`, which nobody reads from any more, is to hold this token.
   __device__ __forceinline__ void fill(int s, const Token& token) const {
     const unsigned barrier = barriers + s * 8;
     if (threadIdx.x % 32 == 0) {
@@ -75,6 +93,12 @@ struct Ring {
   }
   __device__ __forceinline__ Raw<Grad> g(const Lane& lane, bool active) const {
     return take<Grad>(WRITE, slots + stage * SLOT + X + lane.head * G_HEAD, lane, active);
+  }
+  // All lanes have what the slot held. Without the fence a copy into it may overtake their reads, which wait in one queue
+  // with the other loads of the multiprocessor.
+  __device__ __forceinline__ static void taken() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
   }
   __device__ __forceinline__ void advance() {
     stage = stage + 1 < STAGES ? stage + 1 : 0;

@@ -15,10 +15,24 @@ pytestmark = pytest.mark.gpu
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize(("per_head", "packing"), [(False, "blocked"), (True, "blocked"), (False, None)])
-def test_backward_is_reproducible(device: torch.device, per_head: bool, packing: str | None) -> None:
-    case = Case("", 16, 8, 128, 2, 2000, torch.bfloat16, packing=packing, affine="wb", per_head=per_head,
-                options={"norm": "layer"})  # fmt: skip
+BY_LAYER = {"affine": "wb", "options": {"norm": "layer"}}
+INTERLEAVED = {"options": {"mrope_layout": "interleaved", "mrope_section": [24, 20, 20]}}
+
+
+@pytest.mark.parametrize(
+    ("packing", "how"),
+    [
+        ("blocked", BY_LAYER),
+        ("blocked", {"per_head": True, **BY_LAYER}),
+        (None, BY_LAYER),
+        ("blocked", {}),
+        (None, {"per_lane": True, "table_dtype": torch.bfloat16}),
+        (None, INTERLEAVED),
+    ],
+)
+def test_backward_is_reproducible(device: torch.device, packing: str | None, how: dict[str, Any]) -> None:
+    """Also where x and g come through shared memory, which is filled again while other warps read a lot."""
+    case = Case("", 16, 8, 128, 2, 8000, torch.bfloat16, packing=packing, **how)
     inputs = make_inputs(case, device)
     results = call(case, inputs, "cuda")
     grads = [torch.randn_like(t) for t in results]
