@@ -38,7 +38,7 @@ def roles_of(root: Evaluator, rotation: Rotation) -> Roles:
     varying = [axis for axis in range(outer) if _table_varies(rotation, axis)]
     if outer == 3:
         candidates = [axis for axis in (1, 2) if axis not in varying]
-        if (0 in varying and 1 in varying and 2 in varying) or not candidates:
+        if not candidates:
             raise Refused("The tables differ between heads; the operator takes one table for all heads.")
         heads = candidates[0] if len(candidates) == 1 else _heads_axis(root, rotation, candidates)
         if _lanes_at(root, rotation, 3 - heads) and not _lanes_at(root, rotation, heads):

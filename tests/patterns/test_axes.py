@@ -1,0 +1,68 @@
+"""Which axes are batch, sequence and heads: told from what the tables vary along, and from the lanes of the weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exactness import capture, find, reasons_of, sites_of
+from spellings import HALF, B, D, H, S, halves, rms
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+READ: dict[str, tuple[Shape, Shape]] = {
+    "batch, sequence, heads": ((B, S, H, D), (S, 1)),
+    "batch, heads, sequence": ((B, H, S, D), (S,)),
+    "heads, batch, sequence": ((H, B, S, D), (S,)),
+    "sequence, heads": ((S, H, D), (S, 1)),
+    "heads, sequence": ((H, S, D), (S,)),
+    "batch, sequence": ((B, S, D), (B, S)),
+    "sequence, batch": ((S, B, D), (S, 1)),
+    "a table of each batch": ((B, H, S, D), (B, 1, S)),
+    "a table of each batch, heads last": ((B, S, H, D), (B, S, 1)),
+    "one head": ((B, S, 1, D), (S, 1)),
+    "one token": ((B, 1, H, D), (1, 1)),
+    "one token of each batch": ((B, 1, H, D), (B, 1, 1)),
+    "equal sizes": ((S, S, S, D), (S, 1)),
+    "equal sizes, heads before": ((S, S, S, D), (S,)),
+    "a table along what is called heads": ((B, S, H, D), (H,)),
+}
+
+REFUSED: dict[str, tuple[Shape, Shape, str]] = {
+    "a table of each head": ((B, H, S, D), (H, S), "The tables differ between heads"),
+    "a table of each head of each batch": ((B, H, S, D), (B, H, S), "The tables differ between heads"),
+    "one table for all": ((B, S, H, D), (), "The axis of the heads cannot be told"),
+    "a table of each batch alone": ((B, S, H, D), (B, 1, 1), "The axis of the heads cannot be told"),
+    "sequence in front": ((S, B, H, D), (S, 1, 1), "The axis of the heads cannot be told"),
+    "five axes": ((B, S, 2, H, D), (S, 1, 1), "The rotated tensor has 5 axes, 1 of them with a table of their own"),
+}
+
+
+def both(q: Tensor, k: Tensor, w: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    angle = torch.cat((angle, angle), -1)
+    q, k = (halves(rms(x * 1.0, w), angle.cos(), angle.sin()) for x in (q, k))
+    return q, k
+
+
+def inputs(shape: Shape, table: Shape) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return *torch.randn(2, *shape), torch.rand(D) + 0.5, torch.randn(*table, HALF)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read(name: str) -> None:
+    (site,) = sites_of(both, *inputs(*READ[name]))
+    assert site.fusion == "qk_norm_rope"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    shape, table, reason = REFUSED[name]
+    found = reasons_of(both, *inputs(shape, table))
+    assert len(found) == 2
+    assert all(reason in r for r in found), found
+
+
+def test_a_table_alone() -> None:
+    """A sequence without batch and heads: what is rotated may be the table of a position itself."""
+    assert find(capture(both, *inputs((S, D), (S,)))[0]) == ([], [])
