@@ -264,12 +264,12 @@ class _Proof:
         return None, None, None
 
     def _direct_sides(self, part: IsZero) -> tuple[Operand, Operand] | None:
-        """The sides of `entry(b, i) - entry(b, j) == 0`, read in the tensors they are entries of."""
+        """The sides of `entry(b, i) - entry(b, j) == 0`, or of a multiple, read in the tensors they are entries of."""
         linear = part.linear
         if linear.constant != 0 or len(linear.terms) != 2:
             return None
         (first, a), (second, b) = linear.terms
-        if a != -b or abs(a) != 1 or not isinstance(first, Entry) or not isinstance(second, Entry):
+        if a != -b or not isinstance(first, Entry) or not isinstance(second, Entry):
             return None
         for q, k in ((first, second), (second, first)):
             q_ids, k_ids = self._per_token(q, _QUERY), self._per_token(k, _KEY)

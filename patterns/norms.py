@@ -158,7 +158,7 @@ def _parameter(root: Evaluator, wanted: Array, nodes: Sequence[fx.Node], at: fx.
         wanted = wanted[:, 0]
     for node in nodes:
         value = root.read(node, at)
-        if not isinstance(value, Value) or any(value.outer(d) for d in range(value.rank)):
+        if not isinstance(value, Value):
             continue
         kept = [d for d in range(value.rank) if value.shape[d] != 1]
         data = value.data[:, 0].reshape(len(value.data), *(value.data.shape[2 + d] for d in kept))

@@ -274,6 +274,52 @@ def test_documents_counted_by_something_else_are_documents(name: str) -> None:
     assert set(with_data(mask, POSITIONS, PADDING.bool())) == {"q_segment_ids", "mask"}
 
 
+def columns_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids of the queries and of the keys, as they are broadcast against the scores."""
+    return ids[:, None, :, None], ids[:, None, None, :]
+
+
+RELATED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], set[str]]] = {
+    "twice": (lambda q, k: 2 * q - 2 * k == 0, {"q_segment_ids"}),
+    "the next": (lambda q, k: q - k == 1, {"mask"}),
+    "the next, compared": (lambda q, k: q == k + 1, {"q_segment_ids", "k_segment_ids"}),
+    "half": (lambda q, k: 2 * q - k == 0, {"mask"}),
+    "a sum": (lambda q, k: q + k == 2, {"mask"}),
+    "no sum": (lambda q, k: q + k == 0, {"mask"}),
+    "opposite": (lambda q, k: q == -k, {"q_segment_ids", "k_segment_ids"}),
+    "of the first row": (lambda q, k: q[:1] == k, {"q_segment_ids", "k_segment_ids"}),
+    "of the first row, a difference": (lambda q, k: q[:1] - k == 0, {"q_segment_ids", "k_segment_ids"}),
+}
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("name", RELATED)
+def test_documents_that_are_related(name: str, counted: bool) -> None:
+    """Not only the same document is seen. `counted`: its number counts the breaks in the positions, which proves that
+    they differ as the tokens do only where it is the same."""
+    related, arguments = RELATED[name]
+
+    def mask(q: Tensor, k: Tensor, data: Tensor) -> Tensor:
+        seen = related(*columns_of(packed(data) if counted else data))
+        later, earlier = columns_of(data)
+        later = later[:1] if name.startswith("of the first row") else later
+        return seen & (earlier <= later) if counted else seen
+
+    found = set(with_data(mask, POSITIONS if counted else SEGMENTS % 3))
+    if not counted:
+        assert found == arguments
+    else:
+        assert ("causal" in found) == (name == "twice")
+
+
+def test_positions_in_documents_of_others() -> None:
+    def mask(q: Tensor, k: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        (first, _), (_, second), (later, earlier) = columns_of(packed(a)), columns_of(packed(b)), columns_of(a)
+        return (first == second) & (earlier <= later)
+
+    assert "causal" not in with_data(mask, POSITIONS, POSITIONS.flip(0))
+
+
 def test_documents_by_heads_stay_a_mask() -> None:
     found = with_data(lambda q, k, ids: ids[:, :, :, None] == ids[:, :, None, :], SEGMENTS[:, None].repeat(1, H, 1))
     assert found == {"mask": "eq"}

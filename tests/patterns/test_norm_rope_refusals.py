@@ -127,6 +127,25 @@ def test_weight_that_is_multiplied_by_a_constant(factor, dtype):
     refused("The weight of the norm is not a tensor", norm=lambda x, w: rms(x, w) * torch.tensor(factor, dtype=dtype))
 
 
+@pytest.mark.parametrize("shape", [(B, 1, 1, D), (1, S, 1, D), (B, S, 1, D)], ids=["batch", "token", "both"])
+def test_weight_of_each_token(shape):
+    """As where another network modulates the norm. The operator takes one weight for all of them."""
+    weight = torch.rand(shape) + 0.5
+    refused("The weight of the norm is not a tensor", norm=lambda x, w: rms(x, 1.0) * weight)
+
+
+def test_query_of_another_dtype():
+    """The casts cost nothing inside of a call, so each tensor is read as it is: by two calls."""
+
+    def model(q, k, w, c, s):
+        return halves(rms(q.float(), w), c, s), halves(rms(k, w), c, s)
+
+    angle = torch.randn(1, S, 1, HALF).repeat(1, 1, 1, 2)
+    q, k = torch.randn(2, B, S, H, D)
+    sites = sites_of(model, q.bfloat16(), k, torch.rand(D), angle.cos(), angle.sin())
+    assert [site.fusion for site in sites] == ["norm_rope", "norm_rope"]
+
+
 def test_fractions_cut_to_integers():
     """`torch.full((1,), 1.9, dtype=torch.long)` is 1."""
 
