@@ -391,6 +391,16 @@ def test_padding_added() -> None:
     assert hidden == {"mask": "getitem", "causal": "top_left"}
 
 
+def test_a_row_that_sees_nothing_is_not_given_numbers() -> None:
+    """The padding alone is smaller, but hides by numbers what the mask hides for good."""
+
+    def mask(q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
+        numbers = torch.where(padding, 0.0, -1e30)[:, None, None, :]
+        return torch.where(columns(k) <= rows(q), numbers, -1e30) == 0.0
+
+    assert with_data(mask, PADDING.bool()) == {"causal": "top_left", "mask": "eq"}
+
+
 def test_rows_that_see_a_key_need_no_numbers() -> None:
     """On the diagonal, on the bottom-right diagonal, or the first key."""
     window = lambda q, k: additive((columns(k) <= rows(q)) & (columns(k) > rows(q) - 3))  # noqa: E731
