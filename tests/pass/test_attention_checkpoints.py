@@ -85,8 +85,6 @@ def test_torch_utils_checkpoint(whole_block: bool) -> None:
     names = ("norm_rope_attention",) if whole_block else ("qkv_norm_rope", "attention")
     model, counted = compiled(module, dict.fromkeys(names, 2))
     ours = step(model, module, inputs)
-    for results in (ours, plain, exact):
-        del results["loss"]  # one number, a sum that nearly cancels: eager is within a rounding of it by luck
     assert_no_worse(ours, plain, exact, torch.finfo(torch.float32).eps)
     for name in names:
         assert counted.forward[f"fusion_pass.{name}.default"] == 2

@@ -3,13 +3,14 @@ float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from compiling import CountingCompiler, eager, recomputing
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from fusion_pass import FusionBackend, FusionConfig, zoo
@@ -32,39 +33,57 @@ NORM_AND_ROTATION = ("qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope")
 ONE_SITE_PER_LAYER = ("qwen3", "gemma3", "olmo2", "qwen3_vl", "glm4", "qwen3_fused_qkv")
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """A fixed random projection of the first output tensor, in its own precision and summed in float64."""
+def terms_of(output: Any) -> torch.Tensor:
+    """The terms of a loss, in float64: the first output tensor, in its own precision, times fixed random weights."""
     first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
     weights = torch.randn(first.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return (first.double().cpu() * weights).mean()
+    return (first.double().cpu() * weights).flatten() / weights.numel()
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return terms_of(output).sum()
 
 
 def step(model: Any, module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Loss and the gradients of all parameters, in float64."""
+    """Loss, term by term, and the gradients of all parameters, in float64. (The error of the sum of the terms is one
+    number, which in eager's step may happen to be next to nothing.)"""
     module.zero_grad(set_to_none=True)
-    loss = loss_of(model(**inputs))
-    loss.backward()
+    terms = terms_of(model(**inputs))
+    terms.sum().backward()
     found = {name: p.grad.double() for name, p in module.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in found.items()}}
+    return {"terms of the loss": terms.detach(), **{name: grad.clone() for name, grad in found.items()}}
+
+
+def eager_steps(module: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """By either of the algorithms that PyTorch has for attention on a CPU. They round in different ways, and a gradient
+    that is the remainder of larger ones is off by up to three times as much with the one as with the other."""
+    with sdpa_kernel(SDPBackend.MATH):
+        spelled_out = step(module, module, inputs)
+    return [step(module, module, inputs), spelled_out]
 
 
 def assert_no_worse(
-    ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], eps: float
+    ours: Mapping[str, torch.Tensor],
+    plain: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]],
+    exact: Mapping[str, torch.Tensor],
+    eps: float,
 ) -> None:
-    assert ours.keys() == plain.keys() == exact.keys()
+    """`plain`: eager's, or several of eager's, of which the one with the largest error counts."""
+    plains = [plain] if isinstance(plain, Mapping) else plain
+    assert all(found.keys() == exact.keys() for found in (ours, *plains))
     for name, truth in exact.items():
-        allowed = FACTOR * (plain[name] - truth).norm() + SLACK * eps * truth.norm()
+        of_eager = max((found[name] - truth).norm() for found in plains)
+        allowed = FACTOR * of_eager + SLACK * eps * truth.norm()
         error = (ours[name] - truth).norm()
-        assert error <= allowed, (
-            f"{name}: error {error:.3g}, eager's {(plain[name] - truth).norm():.3g}, allowed {allowed:.3g}"
-        )
+        assert error <= allowed, f"{name}: error {error:.3g}, eager's {of_eager:.3g}, allowed {allowed:.3g}"
 
 
 def exact_step(module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     copy, output = float64_call(module, inputs)
-    loss = loss_of(output)
-    loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad for n, p in copy.named_parameters() if p.grad is not None}}
+    terms = terms_of(output)
+    terms.sum().backward()
+    grads = {name: p.grad for name, p in copy.named_parameters() if p.grad is not None}
+    return {"terms of the loss": terms.detach(), **grads}
 
 
 def backend(inner: Callable[..., Any] = eager, **settings: Any) -> FusionBackend:
@@ -117,10 +136,10 @@ def test_inference(dtype: torch.dtype) -> None:
     module, inputs = zoo.build("qwen3", layers=2, dtype=dtype)
     module.eval()
     with torch.no_grad():
-        ours = loss_of(torch.compile(module, backend=backend(expect=2), fullgraph=True)(**inputs))
-        plain = loss_of(module(**inputs))
-    exact = loss_of(float64_call(module, inputs)[1]).detach()
-    assert_no_worse({"loss": ours}, {"loss": plain}, {"loss": exact}, torch.finfo(dtype).eps)
+        ours = terms_of(torch.compile(module, backend=backend(expect=2), fullgraph=True)(**inputs))
+        plain = terms_of(module(**inputs))
+    exact = terms_of(float64_call(module, inputs)[1]).detach()
+    assert_no_worse({"out": ours}, {"out": plain}, {"out": exact}, torch.finfo(dtype).eps)
 
 
 def test_activation_checkpoints() -> None:
