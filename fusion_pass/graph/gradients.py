@@ -1,4 +1,4 @@
-"""Where gradients stop: at `detach`, and in what is computed under `no_grad`.
+"""Where gradients stop: at `detach`, and in what is computed under `no_grad` or `inference_mode`.
 
 Autograd differentiates a fused call as a whole: each operand that requires a gradient gets the gradient of all that the
 call computes. In the model a part of that may have none:
@@ -22,7 +22,10 @@ from torch.utils._pytree import tree_leaves
 from .region import modelled
 from .vocabulary import CASTS, MOVEMENTS, fake, in_place, operation
 
-GRAD_MODE = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled})
+_ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
+_EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
+
+GRAD_MODE = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled, _ENTER_INFERENCE, _EXIT_INFERENCE})
 """What changes the grad mode in a graph."""
 
 _CALLS = ("call_function", "call_method")
@@ -72,12 +75,21 @@ def _segments(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], bool | None]]:
     """The nodes between two changes of the grad mode, and that mode; None where it is not known."""
     nodes: list[fx.Node] = []
     enabled: bool | None = None
+    outside: dict[object, bool | None] = {}  # what the end of an inference mode brings back
     for node in graph.nodes:
         nodes.append(node)
-        if node.target in GRAD_MODE:
-            yield nodes, enabled
-            mode = node.args[0] if node.args else None
-            nodes, enabled = [], mode if isinstance(mode, bool) else None
+        if node.target not in GRAD_MODE:
+            continue
+        yield nodes, enabled
+        argument = node.args[0] if node.args else None
+        if node.target is _EXIT_INFERENCE:
+            mode = outside.get(argument)
+        else:
+            mode = argument if isinstance(argument, bool) else None
+        if node.target is _ENTER_INFERENCE:
+            outside[node] = enabled
+            mode = None if mode is None else not mode
+        nodes, enabled = [], mode
     yield nodes, enabled
 
 

@@ -1,4 +1,4 @@
-"""Where a model stops a gradient (`detach`, `no_grad`), it is not fused into a call that has one."""
+"""Where a model stops a gradient (`detach`, `no_grad`, `inference_mode`), it is not fused into a call that has one."""
 
 from __future__ import annotations
 
@@ -55,6 +55,17 @@ def without_grad(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*args: Tensor) -> Tensor:
         with torch.no_grad():
             return function(*args)
+
+    return run
+
+
+def inferred(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Computed in inference mode, and made a tensor again that autograd takes."""
+
+    def run(*args: Tensor) -> Tensor:
+        with torch.inference_mode():
+            result = function(*args)
+        return result.clone()
 
     return run
 
@@ -119,6 +130,8 @@ STOPPED = {
     "detached factor of the norm": block(norm=lambda x, w: rms(x, w, torch.detach)),
     "factor under no_grad": block(norm=lambda x, w: x * without_grad(lambda x: rms(x, x * 0 + 1) / x)(x) * w),
     "norm under no_grad": block(norm=without_grad(rms)),
+    "factor in inference mode": block(norm=lambda x, w: rms(x, w, inferred(lambda x: x * 1.0))),
+    "norm in inference mode": block(norm=inferred(rms)),
     "detached between": block(between=torch.detach),
     "detached between, in place": block(between=lambda x: x.detach_()),
     "half of the rotation detached": block(turn=lambda x, cos, sin: x * cos + swapped(x).detach() * sin),
@@ -213,11 +226,17 @@ OUTSIDE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
         block(turn=lambda x, cos, sin: rotate(x, *map(without_grad(lambda table: table * 1.0), (cos, sin)))),
         PACKED,
     ),
+    "tables in inference mode": (
+        block(turn=lambda x, cos, sin: rotate(x, *map(inferred(lambda table: table * 1.0), (cos, sin)))),
+        PACKED,
+    ),
     "detached sine": (block(turn=lambda x, cos, sin: rotate(x, cos, sin.detach())), PACKED),
     "memory taken under no_grad": (block(turn=filled), PACKED),
     "tables under no_grad, views before": (rotated_views, APART),
     "detached keys and values": (block(keys=torch.detach), ["attention"]),
     "all under no_grad": (without_grad(block()), APART),
+    "all in inference mode": (inferred(block()), APART),
+    "all in an inference mode that is off": (torch.inference_mode(False)(block()), PACKED),
 }
 
 
