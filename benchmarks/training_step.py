@@ -155,14 +155,20 @@ def repeat(step: Callable[[], Tensor], seconds: float) -> list[float]:
     return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
-def kernels_of(step: Callable[[], Tensor], most: int = 30) -> list[tuple[float, str]]:
-    """The kernels that take the most device time in one step: milliseconds and name."""
+def kernels_of(step: Callable[[], Tensor], most: int = 40, steps: int = 4) -> list[tuple[float, int, str]]:
+    """The kernels that take the most device time: milliseconds in a step, launches in a step, name. Of the last of some
+    steps in a row, as the clock of a card at its power limit depends on what ran before."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    for _ in range(steps):
         step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            step()
         torch.cuda.synchronize()
-    averages = [(item.self_device_time_total / 1e3, item.key) for item in profiled.key_averages()]
+    averages = (
+        (item.self_device_time_total / steps / 1e3, item.count // steps, item.key) for item in profiled.key_averages()
+    )
     return sorted(averages, reverse=True)[:most]
 
 
@@ -193,10 +199,10 @@ def benchmark(name: str, batch: int, tokens: int, rounds: int, profiled: bool, v
     ratios = "  ".join(f"{variant} {median / ours:.2f}x" for variant, median in medians.items())
     print(f"{name} {LAYERS} layers, {batch} x {tokens} tokens: {ours:.1f} ms  {ratios}", flush=True)
     if profiled:
-        for variant in ("is_causal by hand", "fusion_pass"):
+        for variant in (name for name in steps if name != "torch.compile"):
             print(f"  {variant}: kernels of one step")
-            for milliseconds, kernel in kernels_of(steps[variant]):
-                print(f"    {milliseconds:8.2f} ms  {kernel[:110]}")
+            for milliseconds, launches, kernel in kernels_of(steps[variant]):
+                print(f"    {milliseconds:8.2f} ms {launches:4d}  {kernel[:110]}")
     return Row(
         case=f"{name} {LAYERS} layers, {batch} x {tokens} tokens",
         pass_="training step",
