@@ -228,7 +228,8 @@ class Evaluator:
         value = fake(node)
         if isinstance(value, tuple | list):
             return [
-                self._tensor_source((node, write, i), v) for i, v in enumerate(value) if isinstance(v, torch.Tensor)
+                self._tensor_source((node, write, i), v) if isinstance(v, torch.Tensor) else None
+                for i, v in enumerate(value)
             ]
         if not isinstance(value, torch.Tensor):
             return None

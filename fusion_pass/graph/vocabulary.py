@@ -13,10 +13,14 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from . import trial
 
 Size: TypeAlias = "int | sympy.Expr"
 """A tensor size: a number, or the symbol's expression in a graph with dynamic shapes. Comparing two of them adds no
@@ -166,6 +170,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     op, target = node.op, node.target
     if op not in _CALLS:
         return list(node.all_input_nodes) if op == "call_module" else []
+    if op == "call_function" and _is_of_a_user(target):
+        return _written_when_tried(node)
     kwargs = node.kwargs
     if len(node.args) <= _harmless_arguments(op, target) and not ("out" in kwargs or "inplace" in kwargs):
         return []  # which most calls are
@@ -186,6 +192,30 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
         written += [first] if isinstance(first, fx.Node) else list(node.all_input_nodes)
     return written
+
+
+@lru_cache(maxsize=8192)
+def _is_of_a_user(target: Any) -> bool:
+    """Whether nothing is known of a function (`torch.compiler.allow_in_graph`)."""
+    declared = torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
+    return not isinstance(target, declared) and not _is_of_pytorch(target)
+
+
+_tried: WeakKeyDictionary[fx.Node, list[bool]] = WeakKeyDictionary()
+"""For each leaf of a call's arguments whether it is written: the call is tried once."""
+
+
+def _written_when_tried(node: fx.Node) -> list[fx.Node]:
+    leaves = tree_leaves((node.args, node.kwargs))
+    inputs = node.all_input_nodes
+    # Of those in a slice a trial does not tell, and without values there is none.
+    if not all(n in leaves for n in inputs) or any(fake(n) is None for n in inputs):
+        return list(inputs)
+    if node not in _tried or len(_tried[node]) != len(leaves):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
+        flags = trial.written(node.target, args, kwargs)  # type: ignore[arg-type]
+        _tried[node] = flags if len(flags) == len(leaves) else [True] * len(leaves)
+    return [leaf for leaf, writes in zip(leaves, _tried[node], strict=True) if writes and isinstance(leaf, fx.Node)]
 
 
 def _given(node: fx.Node, name: str) -> Any:

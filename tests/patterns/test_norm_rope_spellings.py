@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import sites_of
-from spellings import NORMS, ROTATIONS, Attention, D, halves, inputs, opposite
+from exactness import assert_exact, capture, find, sites_of
+from spellings import HALF, NORMS, ROTATIONS, Attention, B, D, H, S, halves, inputs, opposite, rms
 
 
 @pytest.mark.parametrize("norm_last", [False, True], ids=("norm_first", "norm_last"))
@@ -63,3 +63,26 @@ def test_bfloat16(grad):
     with torch.set_grad_enabled(grad):
         (site,) = sites_of(model, x.bfloat16(), cos, sin, inv)
     assert site.call.options["out_dtype"] is torch.bfloat16
+
+
+def test_size_that_turns_out_to_be_a_number():
+    """Where a symbol becomes a number on the way, the graph takes it from what `x.size()` gives."""
+
+    def model(x, fixed, q_weight, k_weight, inv_freq):
+        batch, length, _ = x.shape
+        q, k, v = (y.view(batch, length, H, D) for y in x.chunk(3, -1))
+        freqs = torch.arange(length).float()[:, None] * inv_freq
+        cos, sin = (
+            table[:, None] for table in (torch.cat((freqs, freqs), -1).cos(), torch.cat((freqs, freqs), -1).sin())
+        )
+        q, k = halves(rms(q, q_weight), cos, sin), halves(rms(k, k_weight), cos, sin)
+        return torch.nn.functional.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v))) + fixed
+
+    given = torch.randn(B, S, 3 * H * D), torch.randn(B, 1, 1, 1), *torch.rand(2, D), torch.rand(HALF)
+    torch._dynamo.mark_static(given[1])
+    module, values = capture(model, *given, dynamic=True)
+    assert module.graph.find_nodes(op="call_method", target="size")
+    sites, refusals = find(module)
+    assert_exact(module, values, sites)
+    assert [site.fusion for site in sites] == ["qk_norm_rope"]
+    assert refusals == []

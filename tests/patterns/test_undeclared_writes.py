@@ -1,4 +1,5 @@
-"""Writes that neither a name nor a schema tells: a lookup that first shortens the rows it reads, running statistics."""
+"""Writes that neither a name nor a schema tells: a lookup that first shortens the rows it reads, running statistics, a
+function that the user puts into the graph."""
 
 from __future__ import annotations
 
@@ -28,6 +29,24 @@ LIBRARY.define("total.into(Tensor table, *, Tensor(a!) out) -> Tensor(a!)")
 LIBRARY.impl("halve", halve, "CompositeExplicitAutograd")
 LIBRARY.impl("total", lambda table: table.sum(), "CompositeExplicitAutograd")
 
+
+@torch.compiler.allow_in_graph
+def halved(tables: dict[str, list[Tensor]]) -> Tensor:
+    tables["first"][0].div_(2)
+    return tables["first"][0].sum()
+
+
+@torch.compiler.allow_in_graph
+def halved_row(table: Tensor, *, factor: float) -> Tensor:
+    table[1].mul_(factor)
+    return table.sum()
+
+
+@torch.compiler.allow_in_graph
+def total(table: Tensor, copies_: bool = False) -> Tensor:
+    return (table.clone().div_(2) if copies_ else table).sum()
+
+
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "embedding": lambda table: F.embedding(IDS, table, max_norm=0.5),
     "embedding, by position": lambda table: F.embedding(IDS, table, None, 0.5),
@@ -37,12 +56,17 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "embedding_bag, exchanged": lambda table: F.embedding_bag(table, IDS, START, max_norm=0.5),
     "operator of a library": lambda table: torch.ops.fusion_pass_tests.halve.default(table),
     "operator of a library, its overload not named": lambda table: torch.ops.fusion_pass_tests.halve(table),
+    "function of the user's": lambda table: halved({"first": [table]}),
+    "function of the user's, a part": lambda table: halved_row(table, factor=0.5),
+    "function of the user's, a view": lambda table: halved_row(table[2:], factor=0.5),
 }
 READS: dict[str, Callable[[Tensor], object]] = {
     "embedding": lambda table: F.embedding(IDS, table),
     "embedding, by position": lambda table: F.embedding(IDS, table, None, None, 2.0, False, False),
     "embedding_bag": lambda table: F.embedding_bag(IDS, table, START),
     "operator of a library": lambda table: torch.ops.fusion_pass_tests.total(table),
+    "function of the user's": total,
+    "function of the user's that writes to a copy": lambda table: total(table, copies_=True),
 }
 
 
@@ -108,3 +132,23 @@ def test_an_argument_named_out_that_is_only_read() -> None:
     assert "out" in [a.name for a in backward._schema.arguments]
     call = graph.call_function(backward, (*tensors[:6], None, None, 8, 8, 0.0, True, *tensors[6:]))
     assert written_arguments(call) == []
+
+
+def raises(table: Tensor) -> Tensor:
+    raise ValueError("only what it was made for")
+
+
+def test_function_that_cannot_be_tried() -> None:
+    """Of which nothing is known: it may write all that it reads."""
+    module, _ = capture(lambda table: total(table), torch.ones(2))
+    (call,) = module.graph.find_nodes(op="call_function", target=total)
+    (table,) = call.args
+    assert written_arguments(call) == []
+    call.target = raises
+    again = module.graph.node_copy(call)
+    assert written_arguments(again) == [table]
+    table.meta.clear()
+    again.target = total
+    assert written_arguments(again) == [table]
+    assert written_arguments(module.graph.call_function(total, (slice(table),))) == [table]
+    assert written_arguments(module.graph.call_function(total, ())) == []
