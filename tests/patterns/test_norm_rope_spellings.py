@@ -70,7 +70,7 @@ def test_size_that_turns_out_to_be_a_number():
 
     def model(x, fixed, q_weight, k_weight, inv_freq):
         batch, length, _ = x.shape
-        q, k, v = (y.view(batch, length, H, D) for y in x.chunk(3, -1))
+        q, k, v = (x[..., H * D * i : H * D * (i + 1)].view(batch, length, H, D) for i in range(3))
         freqs = torch.arange(length).float()[:, None] * inv_freq
         cos, sin = (
             table[:, None] for table in (torch.cat((freqs, freqs), -1).cos(), torch.cat((freqs, freqs), -1).sin())
