@@ -29,6 +29,7 @@ from .softmax_scores import (
     einsum,
     heads_of_letters,
     keeps_numbers,
+    one_head_or_each,
     per_head,
     scores_rank,
     version_read,
@@ -173,13 +174,13 @@ class _Values:
                 operands, words = operands[::-1], words[::-1]
             batch, row, column = words[0][:-2], words[0][-2], words[0][-1]
             lanes = set(words[1]) - set(words[0])
-            if operands[0] is weights and len(lanes) == 1 and len(batch) == 2:
+            if operands[0] is weights and len(lanes) == 1 and len(batch) in (1, 2):
                 (lane,) = lanes
-                if set(words[1]) == {*batch, column, lane} and set(out) == {*batch, row, lane}:
-                    wanted = (batch[0], row, batch[1], lane)
-                    return heads_of_letters(operands[1], words[1], batch, column, lane), tuple(
-                        wanted.index(c) for c in out
-                    )
+                axes = {row: 1, lane: 3, **dict(zip(batch, (0, 2), strict=False))}
+                order = tuple(axes.get(letter, -1) for letter in out)
+                whole = set(words[1]) in one_head_or_each(batch, column, lane) and set(out) == set(axes)
+                if whole and (len(batch) == 2 or order == (0, 1, 3)):
+                    return heads_of_letters(operands[1], words[1], batch, column, lane), order
         raise Refused(f"{product.name!r} multiplies the attention weights with values in a way that is not known.")
 
     def _rescaled(self, product: fx.Node) -> tuple[Operand | None, fx.Node]:

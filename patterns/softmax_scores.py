@@ -8,6 +8,7 @@ Becomes     `Scores`:  cap tanh(inner q.k) + masks. The operator's `scale` is in
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
@@ -127,7 +128,7 @@ class Parser:
         if len(shared) != 1 or len(batch) not in (1, 2):
             return None
         (lane,) = shared
-        if set(a) != {*batch, row, lane} or set(b) != {*batch, column, lane}:
+        if set(a) != {*batch, row, lane} or set(b) not in one_head_or_each(batch, column, lane):
             return None
         return Scores(
             heads_of_letters(first, a, batch, row, lane),
@@ -291,7 +292,7 @@ def _product(node: fx.Node, q: object, k: object) -> Scores | None:
 
 
 def einsum(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str] | None:
-    """Operands, their letters and the result's, of an einsum of two tensors without diagonals or `...`."""
+    """Operands, their letters and the result's, of an einsum of two tensors without diagonals."""
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = list(operands[0])
@@ -299,13 +300,28 @@ def einsum(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str
         return None
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     words = inputs.split(",")
-    if not arrow or "." in equation or len(words) != 2 or any(len(set(word)) != len(word) for word in (*words, out)):
+    if not arrow or len(words) != 2:
+        return None
+    if "." in equation:
+        axes = {scores_rank(cast(fx.Node, x)) - len(word) + 3 for x, word in zip(operands, words, strict=True)}
+        if len(axes) != 1 or not all("..." in word for word in (*words, out)):
+            return None  # one has axes that the other has not
+        unused = [letter for letter in string.ascii_letters if letter not in equation]
+        spelled = "".join(unused[: axes.pop()])
+        words, out = [word.replace("...", spelled) for word in words], out.replace("...", spelled)
+    if any(len(set(word)) != len(word) for word in (*words, out)):
         return None
     return (cast(fx.Node, operands[0]), cast(fx.Node, operands[1])), (words[0], words[1]), out
 
 
+def one_head_or_each(batch: str, token: str, lane: str) -> tuple[set[str], ...]:
+    """The letters that keys or values may have: all, or all but the heads', where one head serves all queries."""
+    every = {*batch, token, lane}
+    return (every, every - {batch[1]}) if len(batch) == 2 else (every,)
+
+
 def heads_of_letters(node: fx.Node, word: str, batch: str, token: str, lane: str) -> Heads:
-    head = word.index(batch[1]) if len(batch) == 2 else None
+    head = word.index(batch[1]) if len(batch) == 2 and batch[1] in word else None
     return Heads(node, (word.index(batch[0]), word.index(token), head, word.index(lane)))
 
 

@@ -8,6 +8,7 @@ call computes. In the model a part of that may have none:
 
 The fake values say it: a result that requires no gradient though one of its inputs does is a *stop*. A site is left
 alone if a stop lies inside it or between it and an operand, or if it reads something whose gradient no operand takes.
+The detached maximum of a row that is about to meet its softmax is no stop: there is no gradient that it could stop.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from .region import modelled
-from .vocabulary import CASTS, MOVEMENTS, fake, in_place, operation
+from .vocabulary import CASTS, MOVEMENTS, fake, fake_tensor, in_place, operation, sizes
 
 _ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
 _EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
@@ -49,7 +50,8 @@ class Stops:
         if not any(modes):
             return
         for (nodes, _), enabled in zip(segments, modes, strict=True):
-            self._found.update(n for n in nodes if (not enabled or _detaches(n)) and _stops(n))
+            stops = (n for n in nodes if (not enabled or _detaches(n)) and _stops(n))
+            self._found.update(n for n in stops if not _shifts_rows(n))
             self._off.update(() if enabled else nodes)
 
     def reason(self, region: frozenset[fx.Node], operands: Collection[fx.Node], after: fx.Node) -> str | None:
@@ -121,6 +123,29 @@ def _stops(node: fx.Node) -> bool:
 
 def _detaches(node: fx.Node) -> bool:
     return node.op in _CALLS and operation(node) in ("detach", "detach_")
+
+
+def _shifts_rows(node: fx.Node) -> bool:
+    """Whether a detached tensor, one number a row, is only taken from rows of which the softmax is taken next: that
+    does not see it, so the gradient that is stopped is zero."""
+    reader = _only_reader(node)
+    if not _detaches(node) or reader is None or operation(reader) != "sub" or reader.args[1:] != (node,):
+        return False
+    rows, shift = fake_tensor(reader), fake_tensor(node)
+    softmax = _only_reader(reader)
+    while softmax is not None and operation(softmax) in CASTS:
+        softmax = _only_reader(softmax)
+    if softmax is None or rows is None or shift is None or operation(softmax) not in ("softmax", "_softmax"):
+        return False
+    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
+    if not isinstance(dim, int):
+        return False
+    from_the_right = rows.dim() - dim % rows.dim()
+    return from_the_right > shift.dim() or sizes(shift)[-from_the_right] == 1
+
+
+def _only_reader(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _requires_grad(node: fx.Node) -> bool:

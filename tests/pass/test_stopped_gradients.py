@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from compiling import as_it_is
+from compiling import as_it_is, capture
 from test_models import assert_no_worse
 from torch import Tensor
 
 import fusion_pass
+from fusion_pass.graph.gradients import Stops
 
 B, S, H, D = 2, 6, 4, 8
 HALF = D // 2
@@ -216,6 +217,50 @@ def test_repeated_heads_under_no_grad() -> None:
         return F.scaled_dot_product_attention(q.repeat(1, H, 1, 1), k, v)
 
     assert fused(model) == []
+
+
+def less_the_maximum(read: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """An attention that takes what is made of the maximum of each row from it, as if for the softmax's sake."""
+
+    def model(x: Tensor, projection: Tensor, *_: Tensor) -> Tensor:
+        q, k, v = (x @ projection).view(B, S, 3 * H, D).transpose(1, 2).split(H, dim=1)
+        scores = q @ k.mT
+        return (scores - read(scores.amax(-1, keepdim=True))).to(x.dtype).softmax(-1) @ v
+
+    return model
+
+
+def test_detached_maximum_of_a_row() -> None:
+    """Its gradient is zero whether it is stopped or not."""
+    assert fused(less_the_maximum(torch.detach)) == ["attention"]
+    assert fused(less_the_maximum(lambda maximum: maximum)) == ["attention"]
+
+
+SHIFTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "a row": (lambda x: (x - x.amax(-1, keepdim=True).detach()).softmax(-1), True),
+    "an axis by its number": (lambda x: torch.softmax(x - x.amax(1, keepdim=True).detach(), dim=1), True),
+    "one number": (lambda x: (x - x.amax().detach()).softmax(-1), True),
+    "cast before the softmax": (lambda x: (x - x.amax(-1, keepdim=True).detach()).double().softmax(-1), True),
+    "columns": (lambda x: (x - x.amax(-2, keepdim=True).detach()).softmax(-1), False),
+    "rows where columns are meant": (lambda x: (x - x.amax(-1, keepdim=True).detach()).softmax(-2), False),
+    "every element": (lambda x: (x - x.detach()).softmax(-1), False),
+    "the row from itself": (lambda x: (x.amax(-1, keepdim=True).detach() - x).softmax(-1), False),
+    "twice": (lambda x: torch.sub(x, x.amax(-1, keepdim=True).detach(), alpha=2).softmax(-1), True),
+    "a factor": (lambda x: (x * x.amax(-1, keepdim=True).detach()).softmax(-1), False),
+    "no softmax": (lambda x: (x - x.amax(-1, keepdim=True).detach()).exp(), False),
+    "read again": (lambda x: (x - (m := x.amax(-1, keepdim=True).detach())).softmax(-1) * m, False),
+    "the difference read again": (lambda x: (y := x - x.amax(-1, keepdim=True).detach()).softmax(-1) * y, False),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_what_a_softmax_does_not_see(name: str) -> None:
+    function, unseen = SHIFTS[name]
+    module = capture(function, torch.randn(B, S, 5, requires_grad=True))
+    nodes = [node for node in module.graph.nodes if node.op == "call_function" or node.op == "call_method"]
+    operands = module.graph.find_nodes(op="placeholder")
+    reason = Stops(module.graph).reason(frozenset(nodes), operands, nodes[-1])
+    assert (reason is None) is unseen
 
 
 PACKED, APART = ["qkv_norm_rope", "attention"], ["qk_norm_rope", "attention"]

@@ -89,6 +89,7 @@ READ: dict[str, Model] = {
     "a sink by its share": rescaled(lambda s, x: (s.logsumexp(-1) - x).sigmoid().unsqueeze(-1)),
     "a number in a tensor": changed(lambda s, x: torch.where(x > 0, s, torch.tensor(HIDDEN).to(s.dtype))),
     "written twice": changed(written_twice),
+    "any axes": lambda q, k, v, x: torch.einsum("...qd,...kd->...qk", q, k).softmax(-1) @ v,
     "letters": lambda q, k, v, x: torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1) @ v,
     "less the maximum": changed(lambda s, x: s - s.amax(-1, keepdim=True)),
 }
@@ -101,6 +102,16 @@ NOT_READ: dict[str, Model] = {
         torch.einsum("bhqde,bhkde->bhqk", q.unflatten(-1, (2, -1)), k.unflatten(-1, (2, -1))).softmax(-1) @ v
     ),
     "letters without heads": lambda q, k, v, x: torch.einsum("bqd,bhkd->bhqk", q[:, 0], k).softmax(-1) @ v,
+    "any axes, of which one has more": lambda q, k, v, x: (
+        torch.einsum("...qd,...kd->...qk", q, k[:1, 0]).softmax(-1) @ v
+    ),
+    "any axes of one": lambda q, k, v, x: torch.einsum("...qd,hkd->...qk", q, k[0]).softmax(-1) @ v,
+    "a sum over any axes": lambda q, k, v, x: torch.einsum("bhqd,bgkd->bhqk", q, k).softmax(-1) @ v,
+    "letters without a batch": lambda q, k, v, x: torch.einsum("bhqd,hkd->bhqk", q, k[0]).softmax(-1) @ v,
+    "letters of three that move": lambda q, k, v, x: (
+        torch.einsum("hqk,hkd->qhd", torch.einsum("hqd,hkd->hqk", q[0], k[0]).softmax(-1), v[0])
+    ),
+    "values without a batch": lambda q, k, v, x: torch.einsum("bhqk,hkd->bhqd", scores(q, k).softmax(-1), v[0]),
     "letters of three": lambda q, k, v, x: (
         torch.einsum("bhqd,bhkd,h->bhqk", q, k, x[0, :, 0, 0]).softmax(-1) @ v
     ),

@@ -150,6 +150,30 @@ FORMS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
         ),
         {"scale": 1.0},
     ),
+    "einsum of any axes": (
+        lambda q, k, v: torch.einsum(
+            "... i j, ... j d -> ... i d", torch.einsum("... i d, ... j d -> ... i j", q, k).softmax(-1), v
+        ),
+        {"scale": 1.0},
+    ),
+    "einsum of any axes, of three": (
+        lambda q, k, v: torch.einsum(
+            "...ij,...jd->...id", torch.einsum("...id,...jd->...ij", q[0], k[0]).softmax(-1), v[0]
+        ),
+        {"scale": 1.0},
+    ),
+    "einsum of one head of keys": (
+        lambda q, k, v: torch.einsum("bhij,bjd->bhid", torch.einsum("bhid,bjd->bhij", q, k[:, 0]).softmax(-1), v[:, 1]),
+        {"scale": 1.0},
+    ),
+    "einsum of one head of keys, sequence first": (
+        lambda q, k, v: torch.einsum(
+            "bhij,jbd->bihd",
+            torch.einsum("bihd,jbd->bhij", q.transpose(1, 2), k[:, 0].transpose(0, 1)).softmax(-1),
+            v[:, 1].transpose(0, 1),
+        ),
+        {"scale": 1.0},
+    ),
     "bmm": (
         lambda q, k, v: torch.bmm(torch.bmm(q[0], k[0].transpose(1, 2)).softmax(-1), v[0]),
         {"scale": 1.0},
