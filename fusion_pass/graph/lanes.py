@@ -127,14 +127,19 @@ def need_lanes(value: Value, axis: int) -> Value:
 
 def whole(value: Value, axis: int) -> Value:
     """`value`, on whose `axis` it has no labels, with that axis written out."""
-    n = value.shape[axis]
-    if value.data.shape[2 + axis] == n:
+    if value.data.shape[2 + axis] == value.shape[axis]:
         return value
-    if not isinstance(n, int):
-        raise Opaque("a symbolic axis is used as a feature axis")
+    n = _length(value, axis)
     shape = list(value.data.shape)
     shape[2 + axis] = n
     return Value(value.shape, np.broadcast_to(value.data, shape), value.axes)
+
+
+def _length(value: Value, axis: int) -> int:
+    n = value.shape[axis]
+    if not isinstance(n, int):
+        raise Opaque("a symbolic axis is used as a feature axis")
+    return n
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ def view(value: Value, shape: Sequence[Size]) -> Value:
                 promote([value], outer[0])
             for d in old:
                 if value.data.shape[2 + d] != value.shape[d]:
-                    data = np.repeat(data, value.shape[d], axis=2 + d)
+                    data = np.repeat(data, _length(value, d), axis=2 + d)
             data_shape += news
             for paths in axes.values():
                 paths += [None] * len(new)

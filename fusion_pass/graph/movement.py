@@ -144,7 +144,8 @@ def _bound(b: Any) -> int | None:
 @handler("narrow")
 def _narrow(context: Context, node: fx.Node, x: Value, dim: int, start: int, length: int) -> Value:
     axis = x.axis(integer(dim))
-    first = integer(start) % x.shape[axis] if isinstance(x.shape[axis], int) else integer(start)
+    n = x.shape[axis]
+    first = integer(start) % max(n, 1) if isinstance(n, int) else integer(start)
     return lanes.slice_lanes(x, axis, first, first + integer(length), None)
 
 
@@ -185,6 +186,8 @@ def _length(x: Value, axis: int) -> int:
 def _chunk(context: Context, node: fx.Node, x: Value, chunks: int, dim: int = 0) -> list[Value]:
     axis = x.axis(integer(dim))
     n = _length(x, axis)
+    if n == 0:
+        return [x] * integer(chunks)
     return _pieces(x, axis, [*range(0, n, -(-n // integer(chunks))), n])
 
 
@@ -194,7 +197,7 @@ def _split(context: Context, node: fx.Node, x: Value, split_size: Any, dim: int 
     n = _length(x, axis)
     if isinstance(split_size, tuple | list):
         return _pieces(x, axis, [0, *np.cumsum([integer(s) for s in split_size]).tolist()])
-    return _pieces(x, axis, [*range(0, n, integer(split_size)), n])
+    return [x] if n == 0 else _pieces(x, axis, [*range(0, n, integer(split_size)), n])
 
 
 @handler("tensor_split")
@@ -205,6 +208,8 @@ def _tensor_split(context: Context, node: fx.Node, x: Value, indices: Any, dim: 
         return _pieces(x, axis, [0, *(integer(i) for i in indices), n])
     if n % integer(indices):
         raise Opaque("uneven tensor_split")
+    if n == 0:
+        return [x] * indices
     return _pieces(x, axis, list(range(0, n + 1, n // indices)))
 
 
@@ -303,6 +308,8 @@ def _make_complex(re: Array, im: Array) -> Array:
 def _getattr(context: Context, node: fx.Node, x: Value, name: str) -> Value:
     if name in ("real", "imag"):
         return elementwise(np.real if name == "real" else np.imag, x)
-    if name in ("T", "mT") and x.rank >= 2:
+    if name == "mT" or (name == "T" and x.rank == 2):
         return _transpose(context, node, x, -1, -2)
+    if name == "T":
+        return _t(context, node, x)
     raise Opaque(f"attribute {name}")

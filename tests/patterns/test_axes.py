@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
-from exactness import capture, find, reasons_of, sites_of
+from exactness import assert_exact, capture, find, reasons_of, sites_of
 from spellings import HALF, B, D, H, S, halves, rms
 from torch import Tensor
 
@@ -66,3 +68,58 @@ def test_refused(name: str) -> None:
 def test_a_table_alone() -> None:
     """A sequence without batch and heads: what is rotated may be the table of a position itself."""
     assert find(capture(both, *inputs((S, D), (S,)))[0]) == ([], [])
+
+
+@pytest.mark.parametrize(("turned", "found"), [(lambda x: x.T, 0), (lambda x: x.mT, 1)], ids=["T", "mT"])
+@pytest.mark.filterwarnings("ignore:The use of `x.T`")
+def test_all_axes_turned_round(turned: Callable[[Tensor], Tensor], found: int) -> None:
+    """`x.T` of three axes reverses all of them, which the sizes of a cube do not tell from `x.mT`."""
+
+    def model(x: Tensor, w: Tensor, angle: Tensor) -> Tensor:
+        angle = torch.cat((angle, angle), -1)
+        return halves(turned(rms(x, w)).mT, angle.cos(), angle.sin())
+
+    module, values = capture(model, torch.randn(D, D, D), torch.rand(D) + 0.5, torch.randn(D, HALF))
+    sites, _ = find(module)
+    assert_exact(module, values, sites)
+    assert len(sites) == found
+
+
+def test_a_table_that_was_one_axis() -> None:
+    """Of the places of a table that is laid out in one axis, symbols tell nothing."""
+
+    def model(q: Tensor, k: Tensor, w: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+        length = q.shape[1]
+        angle = torch.arange(length).float()[:, None] * angle.expand(length, HALF).reshape(-1).view(length, HALF)
+        return both(q, k, w, angle[:, None])
+
+    given = *torch.randn(2, B, S, H, D), torch.rand(D) + 0.5, torch.randn(1, HALF)
+    (site,) = sites_of(model, *given)
+    assert site.fusion == "qk_norm_rope"
+    for x in given[2:]:
+        torch._dynamo.mark_static(x)
+    module, values = capture(model, *given, dynamic=True)
+    assert_exact(module, values, find(module)[0])
+
+
+PIECES: dict[str, Callable[[Tensor], Iterable[Tensor]]] = {
+    "chunk": lambda x: x.chunk(2, -1),
+    "split": lambda x: x.split(3, -1),
+    "split of sizes": lambda x: x.split([0, 0], -1),
+    "tensor_split": lambda x: x.tensor_split(2, -1),
+    "narrow": lambda x: (x.narrow(-1, 0, 0),),
+    "unbind": lambda x: x.unsqueeze(-2).unbind(-2),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_of_no_lanes(name: str) -> None:
+    """A rotation of some lanes that are all, whose other lanes are taken apart and joined to it again."""
+
+    def model(q: Tensor, k: Tensor, w: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+        rotated = both(q[..., :D], k[..., :D], w, angle)
+        q, k = (torch.cat((y, *PIECES[name](x[..., D:])), -1) for x, y in zip((q, k), rotated, strict=True))
+        return q, k
+
+    (site,) = sites_of(model, *inputs((B, H, S, D), (S,)))
+    assert site.fusion == "qk_norm_rope"

@@ -30,6 +30,9 @@ def refused(reason: str, **spelling) -> None:
         lambda x, w: x * torch.rsqrt(x.mean(-1, keepdim=True) + 1e-6) * w,
         lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12 * torch.ones(1)) * w,
         lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) - -1e-12) * w,
+        lambda x, w: (
+            x * torch.rsqrt(torch.addcmul(x.pow(2).mean(-1, keepdim=True), *torch.ones(2, 1, 1, 1), value=1e-12)) * w
+        ),
     ],
     ids=(
         "over_heads",
@@ -40,6 +43,7 @@ def refused(reason: str, **spelling) -> None:
         "not_squared",
         "tiny_eps_computed",
         "tiny_eps_subtracted",
+        "tiny_eps_by_addcmul",
     ),
 )
 def test_wrong_norm(norm):
