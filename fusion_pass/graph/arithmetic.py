@@ -100,7 +100,9 @@ def _rsub(context: Context, node: fx.Node, x: Any, other: Any, alpha: Any = 1) -
 @handler("addcmul")
 def _addcmul(context: Context, node: fx.Node, x: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Value:
     _numeric(node)
-    return elementwise(lambda a, b, c, v: _sum_of_two(a, v * (b * c)), tensor(x), tensor(tensor1), tensor(tensor2), tensor(value))
+    return elementwise(
+        lambda a, b, c, v: _sum_of_two(a, v * (b * c)), tensor(x), tensor(tensor1), tensor(tensor2), tensor(value)
+    )
 
 
 @handler("div")
