@@ -17,7 +17,7 @@ from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake, fake_tensor, la
 
 SDPA = "scaled_dot_product_attention"
 
-_FOLLOWED = MOVEMENTS | CASTS | {SDPA, "repeat_interleave", "cat", "mul", "div", "getattr"}
+_FOLLOWED = MOVEMENTS | CASTS | {SDPA, "repeat_interleave", "cat", "mul", "div"}
 """What a site is read through, upwards and downwards; at anything else the reading ends, whatever it reads."""
 
 _MASK = 3

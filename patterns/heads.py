@@ -132,8 +132,10 @@ def moved_axes(node: fx.Node) -> list[int] | None:
         a, b = (cast(int, d) % rank for d in args)
         axes[a], axes[b] = axes[b], axes[a]
         return axes
-    if name == "t" or (name == "getattr" and args in (["mT"], ["T"])):
-        return axes[::-1] if rank == 2 else [*axes[:-2], axes[-1], axes[-2]] if args == ["mT"] else None
+    if name in ("t", "numpy_T"):
+        return axes[::-1]
+    if name == "mT":
+        return [*axes[:-2], axes[-1], axes[-2]]
     if name == "permute":
         dims = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
         if all(isinstance(d, int) for d in dims):

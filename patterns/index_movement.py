@@ -68,16 +68,14 @@ def _transpose(reader: Reader, node: fx.Node, x: Any, dim0: Any, dim1: Any) -> E
     return _moved(reader, node, x, places)
 
 
-@operator("t")
-def _t(reader: Reader, node: fx.Node, x: Any) -> Element:
+@operator("t", "numpy_T")
+def _t(reader: Reader, node: fx.Node, x: Any, *attribute: str) -> Element:
     return _moved(reader, node, x, _axes(node)[::-1])
 
 
-@operator("getattr")
-def _attribute(reader: Reader, node: fx.Node, x: Any, name: str) -> Element:
-    if name in ("T", "mT") and rank_of(x) == 2:
-        return _t(reader, node, x)
-    raise Unreadable(f"attribute {name}")
+@operator("mT")
+def _matrices_transposed(reader: Reader, node: fx.Node, x: Any, *attribute: str) -> Element:
+    return _transpose(reader, node, x, -1, -2)
 
 
 @operator("repeat")

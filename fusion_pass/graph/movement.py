@@ -67,9 +67,14 @@ def _transpose(context: Context, node: fx.Node, x: Value, dim0: int, dim1: int) 
     return lanes.permute(x, order)
 
 
-@handler("t")
-def _t(context: Context, node: fx.Node, x: Value) -> Value:
+@handler("t", "numpy_T")
+def _t(context: Context, node: fx.Node, x: Value, *attribute: str) -> Value:
     return lanes.permute(x, list(range(x.rank))[::-1])
+
+
+@handler("mT")
+def _matrices_transposed(context: Context, node: fx.Node, x: Value, *attribute: str) -> Value:
+    return _transpose(context, node, x, -1, -2)
 
 
 @handler("movedim")
@@ -308,8 +313,4 @@ def _make_complex(re: Array, im: Array) -> Array:
 def _getattr(context: Context, node: fx.Node, x: Value, name: str) -> Value:
     if name in ("real", "imag"):
         return elementwise(np.real if name == "real" else np.imag, x)
-    if name == "mT" or (name == "T" and x.rank == 2):
-        return _transpose(context, node, x, -1, -2)
-    if name == "T":
-        return _t(context, node, x)
     raise Opaque(f"attribute {name}")

@@ -76,7 +76,7 @@ CASTS = frozenset(
 """Operations that keep every value (up to rounding) and every axis."""
 
 MOVEMENTS = frozenset(
-    "view transpose permute t movedim unsqueeze squeeze getitem split chunk unbind tensor_split "
+    "view transpose permute t mT numpy_T movedim unsqueeze squeeze getitem split chunk unbind tensor_split "
     "narrow select slice expand".split()
 )
 """Operations that only rearrange or select elements of their first argument."""
@@ -116,9 +116,14 @@ _WRITES_IN_BODIES = frozenset(
 
 _CALLS = ("call_function", "call_method")
 
+_ATTRIBUTES = {"mT": "mT", "T": "numpy_T"}
+"""Attributes that are operations: `x.T` is captured as `aten.numpy_T` from torch 2.14 on, before as `getattr`."""
+
 
 def operation(node: fx.Node) -> str:
     """Canonical name of what `node` does; for nodes that call nothing, their kind (`placeholder`, `get_attr`, ...)."""
+    if node.target is getattr:
+        return _ATTRIBUTES.get(str(node.args[1]), "getattr")
     return _name(node.op, node.target) if node.op in _CALLS else node.op
 
 

@@ -88,6 +88,7 @@ FORMS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "scale on q": (lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v, {"scale": 0.3}),
     "scale on q and k": (lambda q, k, v: ((q / 2) @ (k * 0.5).mT).softmax(-1) @ v, {"scale": 0.25}),
     "no scale": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, {"scale": 1.0}),
+    "transposed by aten": (lambda q, k, v: (q @ torch.ops.aten.mT(k)).softmax(-1) @ v, {"scale": 1.0}),
     "scale on both sides": (lambda q, k, v: (0.5 * (0.5 * (q @ k.mT))).softmax(-1) @ v, {"scale": 0.25}),
     "float32 softmax": (lambda q, k, v: F.softmax((q @ k.mT).float(), -1).type_as(q) @ v, {"scale": 1.0}),
     "minus the maximum": (
