@@ -125,9 +125,9 @@ def tile_constants(tile: Tile) -> dict[str, Constant]:
         "WARPS": tile.warps,
         "BLOCKS": tile.blocks,
         "UNROLL": tile.unroll,
-        "TABLES_FIRST": tile.tables_first,
+        "TABLES": tile.tables.upper(),
         "STAGES": tile.stages,
-        "TABLES_AHEAD": tile.tables_ahead,
+        "HEADS_A_COPY": tile.heads_a_copy,
     }
 
 

@@ -214,7 +214,8 @@ class BackwardWork:
             constants["V_HEADS"], copy = 0, None
         accesses = self._accesses()
         tile = backward_tile(constants, accesses, self._acc.itemsize, card, packed=self._copy is not None)
-        constants["HEADS_ADJOIN"] = self._heads_adjoin()
+        if not self._heads_adjoin():
+            tile = tile._replace(heads_a_copy=1)
         constants["DEFERS"] = overlaps and self._may_defer(tile)
         deferred = deferred_tokens(site.tokens, self._dx_bytes()) if constants["DEFERS"] else 0
         instance = Instance("backward", self._types, {**constants, **tile_constants(tile)}, accesses)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..card import H100, H200, Card, nearest
-from .instance import WIDEST, Access, Constant
+from .instance import WIDEST, Access, Constant, heads_per_warp
 
 TABLE_GRADIENT_WARPS = 4
 
@@ -25,16 +25,17 @@ those wait. Qwen3-8B, 2048 tokens: nothing 26.7 us, 0.6 MB 26.4, 1.3 MB 26.3, 2.
 
 
 class Tile(NamedTuple):
-    """`unroll`: how many times a warp's heads one warp takes at once (forward only). `tables_first`: cos and sin are
-    loaded before the heads. `stages`: tokens whose x and g are on their way into shared memory (backward only; 0: they
-    are loaded when it is their turn); `tables_ahead`: cos and sin are then loaded a token early, too."""
+    """`unroll`: how many times a warp's heads one warp takes at once (forward only). `stages`: tokens whose x and g are
+    on their way into shared memory (backward only; 0: they are loaded when it is their turn), by copies of up to
+    `heads_a_copy` heads. `tables`: cos and sin are loaded after the heads ("last"), before them ("first") or, where
+    there are stages, a token early ("ahead") or by copies as well ("staged")."""
 
     warps: int
     blocks: int
-    unroll: int = 1
-    tables_first: bool = False
+    tables: str = "last"
     stages: int = 0
-    tables_ahead: bool = False
+    heads_a_copy: int = 1
+    unroll: int = 1
 
 
 NARROW_TABLES = {H100: Tile(4, 4, unroll=2), H200: Tile(4, 6, unroll=2)}
@@ -44,6 +45,8 @@ STAGES = {H100: 0, H200: 2}
 """Backward. H200, 16384 tokens: Qwen3-8B 126.1 us with two, 139.4 with none; interleaved MRoPE 127.0 and 143.2; three
 in blocks of four warps 130.5 and 133.5. An H100, where copies of 16 bytes (`cp.async`) lost, has not tried bulk copies.
 """
+SHARED_BYTES = 47 * 1024
+"""Of a block's slots: less than what a kernel has without asking for more."""
 STAGED_BYTES = 160
 """Of a head, at least. Heads of 64 lanes (128 bytes): 76.8 us with two stages, 75.4 with none."""
 
@@ -71,25 +74,27 @@ def backward_tile(
     """For an instance of the backward. `packed`: v is moved, too."""
     words = _words(constants, accesses, acc_bytes)
     # Few wide loads go before those of the heads, many narrow ones after them.
-    first = _wide(accesses)
+    tables = "first" if _wide(accesses) else "last"
     if words > 96:
-        return Tile(4, 2, tables_first=first)
+        return Tile(4, 2, tables=tables)
     # Lanes that change places cost registers beyond what is counted.
     if constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]:
-        return Tile(4, 3, tables_first=first)
+        return Tile(4, 3, tables=tables)
     # A rotation alone is like a forward. Llama: 117.5 us, with (8, 2) 125.6.
     if not constants["HAS_X"]:
-        return Tile(4, 6 if words <= 48 else 4, tables_first=first)
+        return Tile(4, 6 if words <= 48 else 4, tables=tables)
     stages = STAGES[nearest(card, STAGES) or H100]
     # Entries read one by one, of several sequences of packed heads, would spill.
-    if stages and _staged(constants, accesses) and (first or not (packed and constants["BATCHED"])):
-        # Tables a token early, 16384 tokens: Qwen3-8B 126.1 us instead of 132.9, Flux 148.7 instead of 156.3; but
-        # packed 32+8 heads 150.9 instead of 146.4, interleaved MRoPE 133.0 instead of 127.0.
-        return Tile(8, 2, stages=stages, tables_ahead=first and not packed)
+    if stages and _staged(constants, accesses) and (tables == "first" or not (packed and constants["BATCHED"])):
+        if packed and _copies_tables(constants, accesses, stages):
+            return Tile(8, 2, "staged", stages, 16)
+        if tables == "first" and not packed:
+            return Tile(8, 2, "ahead", stages, 1)
+        return Tile(8, 2, "last", stages, 16)
     # Interleaved MRoPE: (4, 4) 182.8 us, (8, 2) 184.1; sectioned: 201.3 and 200.0. Loading the next token before
     # this one is stored, as Triton's kernel does, was slower for most shapes: Qwen3-8B 189.2 us instead of 180.5.
     # The sums of biases fit into the registers of the latter.
-    return Tile(8, 2, tables_first=True) if first and not constants["NEEDS_BIAS"] else Tile(4, 4, tables_first=first)
+    return Tile(8, 2, tables=tables) if tables == "first" and not constants["NEEDS_BIAS"] else Tile(4, 4, tables=tables)
 
 
 def deferred_tokens(tokens: int, token_bytes: int) -> int:
@@ -109,6 +114,19 @@ def _staged(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -
         and _table_words(constants, accesses) <= 16
         and bool(constants["NEEDS_WEIGHT"])
         and not constants["HAS_BIAS"]
+    )
+
+
+def _copies_tables(constants: Mapping[str, Constant], accesses: Mapping[str, Access], stages: int) -> bool:
+    """cos and sin of a token come by bulk copies, too: a row of either, in memory as the caller made it."""
+    table = accesses["TABLE_BYTES"]
+    entries = int(constants["ROTARY_DIM"]) // (1 if constants["PER_LANE"] else 2)
+    slot = 2 * heads_per_warp(constants) * int(constants["HEAD_DIM"]) * accesses["IN_BYTES"].itemsize
+    return (
+        table.bytes == WIDEST
+        and not constants["GATHER"]
+        and not constants["COUNTED"]
+        and 8 * stages * (slot + 2 * entries * table.itemsize) <= SHARED_BYTES
     )
 
 

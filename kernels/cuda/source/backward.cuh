@@ -138,14 +138,15 @@ __device__ __forceinline__ void walk_staged(const BackwardArguments& args, const
     if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
   }
   RotationRaw tables;
-  if (TABLES_AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
+  if (TABLES == AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
   Raw<Param> weight;
   if (HAS_WEIGHT) weight = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
   while (here.flat < args.tokens) {
-    if (!TABLES_AHEAD) tables.load(args.tables, here.token(), lane);
+    if (TABLES != AHEAD && !STAGED_TABLES) tables.load(args.tables, here.token(), lane);
     ring.wait();
     const Raw<In> x = ring.x(lane, head.exists);
     const Raw<Grad> g = ring.g(lane, head.exists);
+    if (STAGED_TABLES) ring.tables(tables, lane);
     ring.taken();
     if (ahead.flat < args.tokens) ring.fill(ring.stage, ahead.token());
     ahead.advance();
@@ -154,7 +155,7 @@ __device__ __forceinline__ void walk_staged(const BackwardArguments& args, const
     const bool stored = stores && (!DEFERS || here.flat < args.stored);
     here.advance();
     backward_head<true>(x, g, tables, weight, args.eps, target, stored, lane, dweight, dbias, [&] {
-      if (TABLES_AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
+      if (TABLES == AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
     });
   }
 }
@@ -171,7 +172,7 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
     return;
   }
   // The ring, and then the lines of the sums.
-  constexpr int RING_BYTES = STAGED ? WARPS * Ring::WARP : 0;
+  constexpr int RING_BYTES = WALKS_STAGED ? WARPS * Ring::WARP : 0;
   constexpr int LINES_BYTES = SUMS > 0 && !PER_HEAD ? WARPS * LINES * LINE * int(sizeof(Acc)) : 0;
   constexpr int SHARED_BYTES = RING_BYTES > LINES_BYTES ? RING_BYTES : LINES_BYTES;
   __shared__ alignas(128) char shared[SHARED_BYTES > 0 ? SHARED_BYTES : 1];
@@ -184,8 +185,8 @@ norm_rope_backward(const __grid_constant__ BackwardArguments args) {
   const bool stores = head.exists && (head.is_q ? args.dq.base : args.dk.base) != nullptr;
   Tile dweight{}, dbias{};
 
-  if constexpr (STAGED) {
-    __shared__ unsigned long long barriers[STAGED ? WARPS * STAGES : 1];
+  if constexpr (WALKS_STAGED) {
+    __shared__ unsigned long long barriers[WALKS_STAGED ? WARPS * STAGES : 1];
     walk_staged(args, shared, barriers, slice, slices, first_head, head, lane, stores, dweight, dbias);
     if (LINES_BYTES > 0) __syncthreads();  // the lines of a warp lie in slots of others
   } else {

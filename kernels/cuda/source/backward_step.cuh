@@ -40,11 +40,10 @@ __device__ __forceinline__ void backward_head(const Raw<In>& raw_x, const Raw<Gr
   if (NORMALISES) {
     Tile x = unpack(READ, raw_x, lane);
     if (ROTATES && !NORM_FIRST) rotation.apply(x, lane);
-    const Acc r = reciprocal_deviation(x, eps, lane);
     if (SUMMED && NEEDS_BIAS) accumulate(dbias, g);
-    scale(g, r);
-    if (SUMMED && NEEDS_WEIGHT) accumulate(dweight, g, x);
-    norm_backward(g, x, r, weight, lane);
+    norm_backward(g, x, eps, weight, lane, [&] {
+      if (SUMMED && NEEDS_WEIGHT) accumulate(dweight, g, x);
+    });
   }
   if (ROTATES && !NORM_FIRST) rotation.apply_transposed(g, lane);
   if (!NORM_FIRST) rotated();
@@ -57,12 +56,12 @@ __device__ __forceinline__ void backward_step(const Arguments& args, unsigned fl
                                               const Raw<Param>& weight, bool stores, Tile& dweight, Tile& dbias) {
   const Token token = token_at(flat, args.sequence);
   RotationRaw tables;
-  if (TABLES_FIRST) tables.load(args.tables, token, lane);
+  if (TABLES == FIRST) tables.load(args.tables, token, lane);
   Raw<In> x;
   if (HAS_X) x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
   const char* const gradient = head.at(args.q_grad, args.k_grad, token);
   const Raw<Grad> g = load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists);
-  if (!TABLES_FIRST) tables.load(args.tables, token, lane);
+  if (TABLES != FIRST) tables.load(args.tables, token, lane);
   char* const out = head.at(args.dq, args.dk, token);
   backward_head<SUMMED>(x, g, tables, weight, args.eps, out, stores, lane, dweight, dbias, [] {});
 }

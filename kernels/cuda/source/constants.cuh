@@ -7,3 +7,4 @@ struct float16 { unsigned short bits; };
 
 enum Norm { NO_NORM, RMS, RMS_ONE_PLUS, LAYER };
 enum Mrope { NO_MROPE, SECTIONED, INTERLEAVED };
+enum When { LAST, FIRST, AHEAD, STAGED };  // cos and sin are loaded: after x and g, before them, a token early, with them

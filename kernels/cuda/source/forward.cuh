@@ -37,7 +37,7 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
   const int first_head = warp % GROUPS * HEADS_AT_ONCE + lane.head;
 
   RotationRaw tables;
-  if (TABLES_FIRST) tables.load(args.tables, token, lane);
+  if (TABLES == FIRST) tables.load(args.tables, token, lane);
   Raw<In> x[UNROLL];
   Raw<Param> weight[UNROLL], bias[UNROLL];
 #pragma unroll
@@ -45,7 +45,7 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
     const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
     x[u] = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
   }
-  if (!TABLES_FIRST) tables.load(args.tables, token, lane);
+  if (TABLES != FIRST) tables.load(args.tables, token, lane);
   const Rotation rotation(tables, lane);
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {

@@ -116,28 +116,40 @@ __device__ __forceinline__ void scale_and_shift(Tile& x, const Raw<Param>& weigh
   }
 }
 
-// Given r g and x (LayerNorm: x - mean(x)), r g becomes the gradient of the norm's input: with u = r g w it is
-// u - x r^2 mean(u x); LayerNorm: that less mean(u). So neither xhat nor g is needed, which saves a product a lane.
-__device__ __forceinline__ void norm_backward(Tile& g, const Tile& x, Acc r, const Raw<Param>& weight, const Lane& lane) {
-  if (HAS_WEIGHT) {
-    const Tile w = unpack_weight(weight, lane);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-      for (int i = 0; i < PAIRS; ++i) {
-        g.a[c][i] *= w.a[c][i];
-        g.b[c][i] *= w.b[c][i];
-      }
-    }
-  }
-  const Acc projection = dot(g, x, lane) * Acc(1.0 / HEAD_DIM) * r * r;
-  if (NORM == LAYER) subtract(g, mean(g, lane), lane);
+// g becomes the gradient of the norm's input x (which becomes x - mean(x) for LayerNorm): with u = g w it is
+// r u - x r^3 mean(u x); LayerNorm: that less r mean(u). All these sums need no r, so their exchanges overlap.
+// `scaled` is called where g is r g and x is what xhat is r times of.
+template <class Scaled>
+__device__ __forceinline__ void norm_backward(Tile& g, Tile& x, double eps, const Raw<Param>& weight, const Lane& lane,
+                                              const Scaled& scaled) {
+  if (NORM == LAYER) subtract(x, mean(x, lane), lane);
+  Tile w;
+  if (HAS_WEIGHT) w = unpack_weight(weight, lane);
+  Acc squares = 0, products = 0, total = 0;
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-      g.a[c][i] -= x.a[c][i] * projection;
-      g.b[c][i] -= x.b[c][i] * projection;
+      const Acc a = HAS_WEIGHT ? g.a[c][i] * w.a[c][i] : g.a[c][i], b = HAS_WEIGHT ? g.b[c][i] * w.b[c][i] : g.b[c][i];
+      squares += x.a[c][i] * x.a[c][i];
+      squares += x.b[c][i] * x.b[c][i];
+      products += a * x.a[c][i];
+      products += b * x.b[c][i];
+      total += a + b;
     }
   }
+  const Acc r = reciprocal_root(head_sum(squares, lane) * Acc(1.0 / HEAD_DIM) + Acc(eps));
+  const Acc projection = head_sum(products, lane) * Acc(1.0 / HEAD_DIM) * r * r * r;
+  const Acc mean_u = NORM == LAYER ? head_sum(total, lane) * Acc(1.0 / HEAD_DIM) * r : Acc(0);
+  scale(g, r);
+  scaled();
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      g.a[c][i] = (HAS_WEIGHT ? g.a[c][i] * w.a[c][i] : g.a[c][i]) - x.a[c][i] * projection;
+      g.b[c][i] = (HAS_WEIGHT ? g.b[c][i] * w.b[c][i] : g.b[c][i]) - x.b[c][i] * projection;
+    }
+  }
+  if (NORM == LAYER) subtract(g, mean_u, lane);
 }

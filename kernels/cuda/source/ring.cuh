@@ -1,64 +1,58 @@
-// x and g of a warp's next tokens, on their way into shared memory while it computes (sm_90 and later).
+// x, g and the tables of a warp's next tokens, on their way into shared memory while it computes (sm_90 and later).
 //
-// A warp has STAGES slots of its own, each for its heads of one token: x, then g. Bulk copies fill them, one a head or a
-// run of heads; they take no registers and leave the L1 to the tables. One lane tells the slot's barrier how many bytes
+// A warp has STAGES slots of its own, each for its heads of one token: x, then g, then (TABLES == STAGED) cos and sin. Bulk
+// copies fill them; they take no registers and leave the L1 to others. One lane tells the slot's barrier how many bytes
 // will come; each copy counts its own there; all lanes wait for the count, take their vectors, and the slot is filled
-// again.
+// again. A lane has at most one copy, the same for every token: some heads of x or of g, or a piece of a table's row.
+// A sectioned MRoPE table is put together by its copies, so that a slot holds one row of it.
 #pragma once
 #include "streams.cuh"
 
-constexpr bool STAGED = STAGES > 0 && HAS_X && IN_BYTES == 16 && GRAD_BYTES == 16;
+constexpr bool STAGED_TABLES = TABLES == STAGED && ROTATES;
+constexpr bool STAGED_HEADS = STAGES > 0 && HAS_X && IN_BYTES == 16 && GRAD_BYTES == 16;
+// Accesses that are narrower than the host planned, because an address is, are none that a bulk copy takes.
+constexpr bool WALKS_STAGED = STAGED_HEADS && (!STAGED_TABLES || TABLE_BYTES == 16);
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
 struct Ring {
   static constexpr int X_HEAD = HEAD_DIM * int(sizeof(In)), G_HEAD = HEAD_DIM * int(sizeof(Grad));  // bytes
-  static constexpr int X = HEADS_PER_WARP * X_HEAD, SLOT = X + HEADS_PER_WARP * G_HEAD, WARP = STAGES * SLOT;
-  static_assert(!STAGED || (HEADS_PER_WARP <= 16 && X_HEAD % 16 == 0 && G_HEAD % 16 == 0), "what a bulk copy takes");
+  static constexpr int ENTRIES = PER_LANE ? ROTARY_DIM : ROTARY_DIM / 2, TABLE = ENTRIES * int(sizeof(Table));
+  static constexpr int G = HEADS_PER_WARP * X_HEAD, COS = G + HEADS_PER_WARP * G_HEAD, SIN = COS + TABLE;
+  static constexpr int SLOT = STAGED_TABLES ? SIN + TABLE : COS, WARP = STAGES * SLOT;
+  static_assert(!WALKS_STAGED || (X_HEAD % 16 == 0 && G_HEAD % 16 == 0), "what a bulk copy takes");
+  static_assert(!STAGED_TABLES || (TABLE % 16 == 0 && MROPE != INTERLEAVED), "what a bulk copy takes");
 
-  Place from;  // the heads that this lane copies: x in the lower half of the warp, g in the upper one
-  int size;  // of these; 0: none
+  // Copies of a token: of x, as many of g, and of either table.
+  static constexpr int A_COPY = HEADS_A_COPY < HEADS_PER_WARP ? HEADS_A_COPY : HEADS_PER_WARP;
+  static constexpr int RUNS = (HEADS_PER_WARP + A_COPY - 1) / A_COPY + 1;  // one more where k's heads begin
+  static constexpr int PIECES = !STAGED_TABLES ? 0 : MROPE == NO_MROPE ? 1 : PER_LANE && !WRITES_ADJACENT ? 6 : 3;
+  static_assert(!WALKS_STAGED || 2 * (RUNS + PIECES) <= 32, "a lane has one copy");
+
+  // This lane's copy.
+  const char* from;
+  long long batch, token;  // strides
+  int size;  // 0: none
   unsigned to;  // within a slot
+
   unsigned slots, barriers;  // of this warp
   unsigned bytes;  // of all its copies of one token
   int stage;  // the next slot to be taken from
   unsigned parity;  // of its barrier
 
-  // Heads of one stream that adjoin in memory are one copy.
-  struct Part {
-    int first, count;  // of the warp's heads
-
-    __device__ explicit Part(int first_head) {
-      const int within = threadIdx.x % 16, all = at_most(HEADS - first_head);
-      const int of_q = first_head < Q_HEADS ? at_most(Q_HEADS - first_head) : 0;
-      first = HEADS_ADJOIN ? (within == 0 ? 0 : of_q) : within;
-      count = HEADS_ADJOIN ? (within == 0 ? of_q : within == 1 ? all - of_q : 0) : int(within < all);
-    }
-    __device__ static int at_most(int heads) { return heads < HEADS_PER_WARP ? heads : HEADS_PER_WARP; }
-  };
-
   template <class Arguments>
   __device__ Ring(const Arguments& args, const char* memory, const unsigned long long* all_barriers, int first_head)
-      : Ring(args, memory, all_barriers, first_head, Part(first_head)) {}
-
-  template <class Arguments>
-  __device__ Ring(const Arguments& args, const char* memory, const unsigned long long* all_barriers, int first_head,
-                  const Part& part)
-      : Ring(args, memory, all_barriers, first_head, part, Head(first_head + part.first, true)) {}
-
-  template <class Arguments>
-  __device__ Ring(const Arguments& args, const char* memory, const unsigned long long* all_barriers, int first_head,
-                  const Part& part, const Head& head)
-      : from(copies_x() ? (head.is_q ? args.q : args.k) : (head.is_q ? args.q_grad : args.k_grad), head.of_stream,
-             head.is_q),
-        stage(0), parity(0) {
-    const int warp = threadIdx.x / 32, of_a_head = copies_x() ? X_HEAD : G_HEAD;
-    size = part.count * of_a_head;
-    to = (copies_x() ? 0 : X) + part.first * of_a_head;
+      : from(nullptr), batch(0), token(0), size(0), to(0), stage(0), parity(0) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     slots = shared_address(memory) + warp * WARP;
     barriers = shared_address(all_barriers) + warp * STAGES * 8;
-    bytes = Part::at_most(HEADS - first_head) * (X_HEAD + G_HEAD);
-    if (threadIdx.x % 32 == 0) {
+    bytes = at_most(HEADS - first_head) * (X_HEAD + G_HEAD) + (SLOT - COS);
+    if (lane < 2 * RUNS) {
+      copies_heads(args, first_head, lane % RUNS, lane < RUNS);
+    } else if (lane < 2 * (RUNS + PIECES)) {
+      copies_table(args.tables, lane - 2 * RUNS);
+    }
+    if (lane == 0) {
 #pragma unroll
       for (int s = 0; s < STAGES; ++s) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + s * 8) : "memory");
@@ -69,14 +63,15 @@ struct Ring {
   }
 
   // Slot `s`, which nobody reads from any more, is to hold this token.
-  __device__ __forceinline__ void fill(int s, const Token& token) const {
+  __device__ __forceinline__ void fill(int s, const Token& of) const {
     const unsigned barrier = barriers + s * 8;
     if (threadIdx.x % 32 == 0) {
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
     }
     if (size > 0) {
+      const char* const source = from + (BATCHED ? of.batch * batch : 0) + of.index * token;
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                   ::"r"(slots + s * SLOT + to), "l"(from.at(token)), "r"(size), "r"(barrier) : "memory");
+                   ::"r"(slots + s * SLOT + to), "l"(source), "r"(size), "r"(barrier) : "memory");
     }
   }
 
@@ -92,7 +87,29 @@ struct Ring {
     return take<In>(READ, slots + stage * SLOT + lane.head * X_HEAD, lane, active);
   }
   __device__ __forceinline__ Raw<Grad> g(const Lane& lane, bool active) const {
-    return take<Grad>(WRITE, slots + stage * SLOT + X + lane.head * G_HEAD, lane, active);
+    return take<Grad>(WRITE, slots + stage * SLOT + G + lane.head * G_HEAD, lane, active);
+  }
+  __device__ __forceinline__ void tables(RotationRaw& raw, const Lane& lane) const {
+    const unsigned slot_of_stage = slots + stage * SLOT;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int slot = lane.slot_of(c);
+      const bool needed = rotated(slot) && lane.holds(c);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i += 16 / int(sizeof(Table))) {
+        if (PER_LANE) {
+          const int first = vector_lane(WRITE, slot, 0) - ROTARY_START + i;
+          const int second = vector_lane(WRITE, slot, 1) - ROTARY_START + i;
+          take_entries(raw.cos.first[c], i, slot_of_stage + COS, first, needed);
+          take_entries(raw.sin.first[c], i, slot_of_stage + SIN, first, needed);
+          take_entries(raw.cos.second[c], i, slot_of_stage + COS, second, needed);
+          take_entries(raw.sin.second[c], i, slot_of_stage + SIN, second, needed);
+        } else {
+          take_entries(raw.cos.first[c], i, slot_of_stage + COS, pair_index(slot, i), needed);
+          take_entries(raw.sin.first[c], i, slot_of_stage + SIN, pair_index(slot, i), needed);
+        }
+      }
+    }
   }
   // All lanes have what the slot held. Without the fence a copy into it may overtake their reads, which wait in one queue
   // with the other loads of the multiprocessor.
@@ -106,7 +123,43 @@ struct Ring {
   }
 
  private:
-  __device__ static bool copies_x() { return threadIdx.x % 32 < 16; }
+  __device__ static int at_most(int heads) { return heads < HEADS_PER_WARP ? heads : HEADS_PER_WARP; }
+
+  // The run-th run of up to A_COPY heads of one stream that adjoin in memory.
+  template <class Arguments>
+  __device__ void copies_heads(const Arguments& args, int first_head, int run, bool of_x) {
+    const int all = at_most(HEADS - first_head), of_q = first_head < Q_HEADS ? at_most(Q_HEADS - first_head) : 0;
+    const int q_runs = (of_q + A_COPY - 1) / A_COPY;
+    const int first = run < q_runs ? run * A_COPY : of_q + (run - q_runs) * A_COPY;
+    const int left = (run < q_runs ? of_q : all) - first;
+    if (left <= 0) return;
+    const Head head(first_head + first, true);
+    const Heads& heads = of_x ? (head.is_q ? args.q : args.k) : (head.is_q ? args.q_grad : args.k_grad);
+    const int of_a_head = of_x ? X_HEAD : G_HEAD;
+    from = heads.at({0, 0}, head.of_stream, head.is_q);
+    batch = heads.batch;
+    token = heads.token;
+    size = (left < A_COPY ? left : A_COPY) * of_a_head;
+    to = (of_x ? 0 : G) + first * of_a_head;
+  }
+
+  // Of cos, then of sin: the row, or a section of it (twice where the row has an entry a lane, halves after halves).
+  __device__ void copies_table(const Tables& tables, int piece) {
+    const bool of_cos = piece < PIECES;
+    const int part = of_cos ? piece : piece - PIECES, row = part % 3;
+    int begin = 0, count = ENTRIES;
+    if (MROPE == SECTIONED) {
+      constexpr int ENTRIES_A_PAIR = PER_LANE && WRITES_ADJACENT ? 2 : 1, REST = ROTARY_DIM / 2 - SECTION_T - SECTION_H;
+      begin = (row == 0 ? 0 : row == 1 ? SECTION_T : SECTION_T + SECTION_H) * ENTRIES_A_PAIR;
+      begin += part >= 3 ? ROTARY_DIM / 2 : 0;
+      count = (row == 0 ? SECTION_T : row == 1 ? SECTION_H : REST) * ENTRIES_A_PAIR;
+    }
+    from = (of_cos ? tables.cos : tables.sin) + (MROPE == SECTIONED ? row * tables.row : 0) + begin * int(sizeof(Table));
+    batch = tables.batch;
+    token = tables.token;
+    size = count * int(sizeof(Table));
+    to = (of_cos ? COS : SIN) + begin * int(sizeof(Table));
+  }
 
   template <class T>
   __device__ __forceinline__ static Raw<T> take(Side side, unsigned head, const Lane& lane, bool active) {
@@ -115,23 +168,28 @@ struct Ring {
     for (int c = 0; c < CHUNKS; ++c) {
       const int slot = lane.slot_of(c);
       const bool here = active && lane.holds(c);
-      raw.first[c] = take_vector<T>(head + vector_lane(side, slot, 0) * int(sizeof(T)), here);
-      raw.second[c] = take_vector<T>(head + vector_lane(side, slot, 1) * int(sizeof(T)), here);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i += 16 / int(sizeof(T))) {
+        take_16_bytes(raw.first[c], i, head + (vector_lane(side, slot, 0) + i) * int(sizeof(T)), here);
+        take_16_bytes(raw.second[c], i, head + (vector_lane(side, slot, 1) + i) * int(sizeof(T)), here);
+      }
     }
     return raw;
   }
 
+  __device__ __forceinline__ static void take_entries(Vector<Table, PAIRS>& v, int i, unsigned table, int entry,
+                                                      bool needed) {
+    take_16_bytes(v, i, table + entry * int(sizeof(Table)), needed);
+  }
+
+  // They become the elements from i on; zeros where not active.
   template <class T>
-  __device__ __forceinline__ static Vector<T, PAIRS> take_vector(unsigned address, bool active) {
-    Vector<T, PAIRS> v;
-#pragma unroll
-    for (int w = 0; w < Vector<T, PAIRS>::WORDS; w += 4) {
-      asm volatile(
-          "{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n\t"
-          "@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
-          : "=&r"(v.words[w]), "=&r"(v.words[w + 1]), "=&r"(v.words[w + 2]), "=&r"(v.words[w + 3])
-          : "r"(address + w * 4), "r"(int(active)) : "memory");
-    }
-    return v;
+  __device__ __forceinline__ static void take_16_bytes(Vector<T, PAIRS>& v, int i, unsigned address, bool active) {
+    const int w = i * int(sizeof(T)) / 4;
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n\t"
+        "@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "=&r"(v.words[w]), "=&r"(v.words[w + 1]), "=&r"(v.words[w + 2]), "=&r"(v.words[w + 3])
+        : "r"(address), "r"(int(active)) : "memory");
   }
 };

@@ -82,9 +82,7 @@ norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
       RotationRaw tables;
       tables.load(args.tables, token, lane);
       Rotation(tables, lane).apply(rotated_x, lane);
-      const Acc r = reciprocal_deviation(rotated_x, args.eps, lane);
-      scale(g, r);
-      norm_backward(g, rotated_x, r, weight, lane);
+      norm_backward(g, rotated_x, args.eps, weight, lane, [] {});
     }
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
