@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fusion_pass.graph.depth import Depth
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.vocabulary import (
     MOVEMENTS,
@@ -31,8 +32,6 @@ from .heads import number
 from .index_operations import INTEGERS, OPERATORS, Run, cast_to, tensor_of
 from .index_terms import Element, Entry, Number, Unknown, Unreadable
 
-_MAX_DEPTH = 200
-
 _signature = lru_cache(maxsize=1024)(inspect.signature)
 
 
@@ -43,7 +42,7 @@ class IndexReader:
         self.effects = effects
         self.runs: dict[tuple[fx.Node, fx.Node | None], Run] = {}
         self._memo: dict[tuple[fx.Node, fx.Node | None], Element] = {}
-        self._depth = 0
+        self._depth = Depth()
 
     def read(self, node: fx.Node, reader: fx.Node) -> Element:
         """The formula of an element of `node` as `reader` sees it, in the axes of `node`."""
@@ -52,15 +51,15 @@ class IndexReader:
     def _version(self, node: fx.Node, write: fx.Node | None) -> Element:
         key = (node, write)
         if key not in self._memo:
-            if self._depth > _MAX_DEPTH:
+            if self._depth.full:
                 return opaque(node, write)
-            self._depth += 1
+            self._depth.now += 1
             try:
                 self._memo[key] = self._evaluate(node, write)
             except Unreadable:
                 self._memo[key] = opaque(node, write)
             finally:
-                self._depth -= 1
+                self._depth.now -= 1
         return self._memo[key]
 
     def _evaluate(self, node: fx.Node, write: fx.Node | None) -> Element:

@@ -6,7 +6,7 @@ study = root.study(node, draws)   the same, but `node` has the given lanes: what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from . import arithmetic, lanes, movement, operations  # registers the operations  # noqa: F401
+from .depth import Depth
 from .effects import Effects
 from .lanes import WORLDS, Array, Mixed, Opaque, Promote, Source, Value
 from .vocabulary import CASTS, MOVEMENTS, Size, fake, fake_tensor, in_place, operation, sizes, written_arguments
@@ -22,7 +23,6 @@ from .vocabulary import CASTS, MOVEMENTS, Size, fake, fake_tensor, in_place, ope
 T = TypeVar("T")
 
 _SEED = 0x5EED
-_MAX_DEPTH = 150
 _MAX_LANES = 1 << 16
 _PROMOTABLE = 512
 """Longest outer axis that may become lanes (a head_dim, a number of heads)."""
@@ -42,7 +42,7 @@ class Evaluator:
         self._draws: dict[Hashable, Array] = {}
         self._sources: dict[Hashable, Value] = {}
         self._promoted: dict[Hashable, set[int]] = {}
-        self._depth = 0
+        self._depth = Depth()
         self.scalars: dict[Hashable, tuple[Value, float | fx.Node]] = {}
         """Run-time scalars and small literals met so far: their stand-in numbers, and what they stand for."""
 
@@ -121,9 +121,9 @@ class Evaluator:
         """`node` after `write`, the last write to its memory that counts; None: as it was computed."""
         key = (node, write)
         if key not in self._memo:
-            if self._depth > _MAX_DEPTH:
-                return self._source(node, write)
-            self._depth += 1
+            if self._depth.full:
+                return self._opaque(node, write)
+            self._depth.now += 1
             try:
                 self._memo[key] = self._checked(
                     node, self._plain(node) if write is None else self._written(node, write)
@@ -131,7 +131,7 @@ class Evaluator:
             except Opaque:
                 self._memo[key] = self._opaque(node, write)
             finally:
-                self._depth -= 1
+                self._depth.now -= 1
         return self._memo[key]
 
     def _checked(self, node: fx.Node, value: Any) -> Any:
@@ -272,11 +272,12 @@ class Study(Evaluator):
     def __init__(self, root: Evaluator, node: fx.Node, draws: Callable[[Array], Array], outer: bool) -> None:
         super().__init__(root.effects, root._generator)
         self._root = root
+        self._depth = root._depth
         self._seals = False
         self._draws, self._promoted, self.scalars = root._draws, root._promoted, root.scalars
         self.node = node
         self.start = root.effects.order[node]
-        self._dependent: dict[tuple[fx.Node, fx.Node | None], bool] = {}
+        self._dependent: dict[tuple[fx.Node, fx.Node | None], bool] = {(node, None): True}
         self._drawn = draws
         self._outer = outer
         if fake_tensor(node) is None:
@@ -299,25 +300,32 @@ class Study(Evaluator):
     def depends(self, node: fx.Node, write: fx.Node | None = None) -> bool:
         """Whether `node` (after `write`) depends on the studied tensor."""
         key = (node, write)
-        if key not in self._dependent:
-            order = self.effects.order
-            if node is self.node and write is None:
-                self._dependent[key] = True
-            elif order[node] <= self.start and (write is None or order[write] <= self.start):
-                self._dependent[key] = False
+        if key in self._dependent:
+            return self._dependent[key]
+        path = [(key, self._read_by(*key))]  # not by recursion: it may be long
+        while path:
+            reader, rest = path[-1]
+            read = next((other for other in rest if self._dependent.get(other) is not False), None)
+            if read is None:
+                self._dependent[reader] = False
+                path.pop()
+            elif read in self._dependent:
+                self._dependent.update((reader, True) for reader, _ in path)
+                break
             else:
-                self._dependent[key] = False  # a cycle cannot be: versions are ordered
-                inputs = [(n, self.effects.last_write(n, node)) for n in node.all_input_nodes]
-                if write is not None:
-                    inputs += [(n, self.effects.last_write(n, write)) for n in write.all_input_nodes]
-                    inputs += [
-                        (n, self.effects.last_write(n, w))
-                        for w in self.effects.writes(node)
-                        if order[w] < order[write]
-                        for n in w.all_input_nodes
-                    ]
-                self._dependent[key] = any(self.depends(*i) for i in inputs)
+                path.append((read, self._read_by(*read)))
         return self._dependent[key]
+
+    def _read_by(self, node: fx.Node, write: fx.Node | None) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+        """What `node` (after `write`) is computed from, in the versions that are read; nothing, where that is older
+        than the studied tensor."""
+        order = self.effects.order
+        if max(order[node], order[node if write is None else write]) <= self.start:
+            return
+        writes = [] if write is None else [write, *(w for w in self.effects.writes(node) if order[w] < order[write])]
+        for reader in (node, *writes):
+            for n in reader.all_input_nodes:
+                yield n, self.effects.last_write(n, reader)
 
     def _version(self, node: fx.Node, write: fx.Node | None) -> Any:
         if node is self.node and write is None:
