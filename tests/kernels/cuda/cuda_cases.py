@@ -16,6 +16,7 @@ from fusion_pass.kernels.options import Options
 from fusion_pass.kernels.replay import Work
 
 BF16, HALF, DOUBLE = torch.bfloat16, torch.float16, torch.float64
+SECTIONED = {"mrope_layout": "sectioned", "mrope_section": [16, 24, 24]}
 INTERLEAVED = {"mrope_layout": "interleaved", "mrope_section": [24, 20, 20]}
 
 BESIDE_THE_SUMS = Case("dx of the last tokens beside the sums", 32, 8, 128, 1, 1024, BF16)
@@ -32,6 +33,22 @@ STAGED = [
     Case("staged, one token", 5, 2, 128, 1, 1, BF16),
     Case("staged, row a head, float32", 7, 3, 128, 2, 400, per_head=True, options={"norm_first": False}),
     Case("staged, positions, layer", 12, 4, 80, 2, 600, BF16, positions="per sample", options={"norm": "layer"}),
+]  # fmt: skip
+# The tables, too: rows and sections of them, every place where an entry may stand.
+STAGED_TABLES = [
+    Case("staged tables, sectioned", 32, 4, 128, 1, 700, BF16, packing="blocked", options=SECTIONED),
+    Case("staged tables, sectioned, entry a lane", 16, 3, 128, 2, 300, BF16, packing="blocked", per_lane=True,
+         table_dtype=BF16, options=SECTIONED),
+    Case("staged tables, sectioned, adjacent", 11, 2, 128, 1, 500, BF16, packing="blocked",
+         options={**SECTIONED, "pairing": "adjacent"}),
+    Case("staged tables, sectioned, adjacent, entry a lane", 11, 2, 128, 2, 300, BF16, packing="blocked", per_lane=True,
+         table_dtype=BF16, options={**SECTIONED, "pairing": "adjacent"}),
+    Case("staged tables, bf16, partial", 8, 4, 128, 2, 300, BF16, packing="blocked", per_lane=True, table_dtype=BF16,
+         options={"rotary_dim": 64, "rotary_start": 32}),
+    Case("staged tables, one a sample", 9, 1, 96, 3, 250, HALF, packing="blocked", table_batch=3),
+    Case("staged tables, grouped, norm last", 16, 4, 80, 2, 300, BF16, packing="grouped",
+         options={"norm_first": False}),
+    Case("staged tables, one token", 16, 2, 128, 1, 1, BF16, packing="blocked", options=SECTIONED),
 ]  # fmt: skip
 # What the shared cases leave out: vectors of every width, and every kind of number of threads a head.
 MORE = [
@@ -54,6 +71,7 @@ MORE = [
     Case("grouped, row a head", 4, 2, 64, 2, 300, BF16, per_head=True, affine="wb", packing="grouped"),
     BESIDE_THE_SUMS,
     *STAGED,
+    *STAGED_TABLES,
     *(Case(f"head_dim {d}, bf16", 4, 1, d, 2, 9, BF16, packing="blocked") for d in (32, 48, 64, 80, 96, 112, 192, 256)),
 ]  # fmt: skip
 

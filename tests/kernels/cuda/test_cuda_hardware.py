@@ -107,6 +107,26 @@ def test_addresses_that_are_not_multiples_of_16(device: torch.device, offset: in
             torch.testing.assert_close(norm_rope(x, table, table, **options), exact, rtol=0, atol=0)
 
 
+def test_tables_that_no_bulk_copy_takes(device: torch.device) -> None:
+    """The call of a shape whose tables may come by bulk copies, with tables that are no multiples of 16 bytes."""
+    case = Case("", 16, 4, 128, 1, 600, torch.bfloat16, packing="blocked")
+    inputs = make_inputs(case, device)
+    assert inputs.cos is not None
+    assert inputs.sin is not None
+    grads = [torch.randn_like(t) for t in call(case, inputs, "cuda")]
+    found = []
+    for offset in (0, 1, 4):
+        for name in ("cos", "sin"):
+            table = getattr(inputs, name).detach()
+            moved = torch.empty(table.numel() + offset, device=device, dtype=table.dtype)[offset:].view(table.shape)
+            setattr(inputs, name, moved.copy_(table))
+        parameters = [p for p in inputs.parameters if p is not None]
+        found.append(torch.autograd.grad(call(case, inputs, "cuda"), [*inputs.x, *parameters], grads))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
 def test_positions_outside_the_table(device: torch.device) -> None:
     """NaN for the token, and nothing outside of the table is read (its surroundings are huge)."""
     memory = torch.full((40, 4), 1e30, device=device)

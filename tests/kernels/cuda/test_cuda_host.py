@@ -6,13 +6,14 @@ import ctypes
 import os
 import stat
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cuda_cases import BESIDE_THE_SUMS, MODEL_SIZE, by_kernel, prepared
+from cuda_cases import BESIDE_THE_SUMS, MODEL_SIZE, STAGED, STAGED_TABLES, by_kernel, prepared
 from norm_rope_cases import CASES, Case
 
 from fusion_pass import FusionConfig
@@ -201,6 +202,28 @@ def test_v_is_moved_beside_the_sums(case: Case, kernels: list[str]) -> None:
 )
 def test_tokens_come_through_shared_memory_where_it_was_measured(case: Case, card: Card, stages: int) -> None:
     assert by_kernel(case, card)["backward"].launch.instance.constants["STAGES"] == stages  # type: ignore[attr-defined]
+
+
+def test_tables_come_with_packed_heads() -> None:
+    """By copies of whole rows: a row that is gathered by a position, or read entry by entry, does not."""
+
+    def tables(case: Case, card: Card = H200) -> object:
+        return by_kernel(case, card)["backward"].launch.instance.constants["TABLES"]  # type: ignore[attr-defined]
+
+    assert {tables(case) for case in STAGED_TABLES} == {"STAGED"}
+    assert "STAGED" not in {tables(case) for case in STAGED if case.packing is None}
+    case = STAGED_TABLES[0]
+    assert tables(case, H100) == "FIRST"
+    interleaved = {"mrope_layout": "interleaved", "mrope_section": [24, 20, 20]}
+    for other in ({"positions": "shared"}, {"options": interleaved}, {"head_dim": 256, "options": {}}):
+        assert tables(replace(case, **other)) != "STAGED"
+
+
+@pytest.mark.parametrize(("packing", "heads_a_copy"), [("blocked", 16), ("grouped", 1)])
+def test_only_heads_that_adjoin_are_one_copy(packing: str, heads_a_copy: int) -> None:
+    case = Case("", 16, 4, 128, 1, 64, BF16, packing=packing)
+    constants = by_kernel(case, H200)["backward"].launch.instance.constants  # type: ignore[attr-defined]
+    assert constants["HEADS_A_COPY"] == heads_a_copy
 
 
 def test_every_dx_is_written_once() -> None:
