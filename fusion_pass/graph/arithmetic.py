@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -190,14 +191,24 @@ def _outer(context: Context, node: fx.Node, x: Value, vec2: Value) -> Value:
     return elementwise(np.multiply, lanes.add_axis(x, 1), vec2)
 
 
+def _spelled(names: list[str], result: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """The letters of an einsum's operands and result with letters for `...`; of fewer axes those are the last."""
+    unused = [letter for letter in string.ascii_letters if letter not in "".join(names)]
+    counts = [rank - len(name) + 3 if "..." in name else 0 for name, rank in zip(names, ranks, strict=True)]
+    most = "".join(unused[: max(counts)])
+    words = [name.replace("...", most[len(most) - n :]) for name, n in zip(names, counts, strict=True)]
+    return words, result.replace("...", most)
+
+
 @handler("einsum")
 def _einsum(context: Context, node: fx.Node, equation: str, *operands: Any) -> Value:
     values = sizes_argument(operands)
     inputs, _, result = equation.replace(" ", "").partition("->")
     names = inputs.split(",")
-    letters = result + "".join(sorted(set(inputs) - set(result) - {","}))
-    if "." in equation or not result or len(names) != len(values):
+    if not result or len(names) != len(values):
         raise Opaque("einsum")
+    names, result = _spelled(names, result, [value.rank for value in values])
+    letters = result + "".join(sorted(set("".join(names)) - set(result)))
     aligned = []
     for value, word in zip(values, names, strict=True):
         if len(set(word)) != len(word):

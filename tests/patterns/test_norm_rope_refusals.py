@@ -179,11 +179,11 @@ def test_rotation_written_into_the_normalised_tensor():
     assert all("written back" in r for r in found), found
 
 
-def test_halves_that_are_provably_different():
+def test_halves_that_are_no_cosines_of_an_angle():
     def rotate(q, c, s):
         return halves(q, torch.cat((c[..., :HALF], c[..., HALF:] * c[..., HALF:]), -1), s)
 
-    refused("different angles", rotate=rotate)
+    refused("cos^2 + sin^2 differs between lanes", rotate=rotate)
 
 
 def test_reflection():
