@@ -128,6 +128,8 @@ def tile_constants(tile: Tile) -> dict[str, Constant]:
         "TABLES": tile.tables.upper(),
         "STAGES": tile.stages,
         "HEADS_A_COPY": tile.heads_a_copy,
+        "PREFETCHES_HEADS": tile.prefetches in ("heads", "both"),
+        "PREFETCHES_TABLES": tile.prefetches in ("tables", "both"),
     }
 
 

@@ -31,7 +31,7 @@ from .instance import (
 from .launch import Arguments, Launch
 from .parameters import KINDS, ParameterGradient, Parameters
 from .site import Site
-from .tiles import TABLE_GRADIENT_WARPS, Tile, backward_tile, deferred_tokens, forward_tile
+from .tiles import TABLE_GRADIENT_WARPS, Tile, backward_tile, deferred_tokens, forward_tile, prefetched_tokens
 
 COUNTS_POSITIONS = True
 WRITES_IN_PLACE = True
@@ -102,6 +102,7 @@ def forward_work(
     }
     types = {"In": ELEMENTS[q.x.dtype], "Out": ELEMENTS[q.out.dtype], "Acc": ELEMENTS[acc]}
     tile = forward_tile(constants, accesses, acc.itemsize, card)
+    ahead = prefetched_tokens(site.tokens, sum(site.heads[:2]) * site.head_dim * q.x.element_size(), card)
     instance = Instance(
         "forward",
         {**types, **site.tables.types(), **parameters.types()},
@@ -115,7 +116,7 @@ def forward_work(
     site.write_tables(arguments)
     groups = -(-(site.heads[0] + site.heads[1]) // (heads_per_warp(slots) * tile.unroll))
     blocks = -(-site.tokens * groups // tile.warps)
-    arguments.integers(blocks)
+    arguments.integers(blocks, ahead)
     site.write_size(arguments)
     arguments.real(options.eps or 0.0)
     grid = blocks + _moving_blocks(site, slots, tile.warps)

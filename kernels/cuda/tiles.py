@@ -25,10 +25,11 @@ those wait. Qwen3-8B, 2048 tokens: nothing 26.7 us, 0.6 MB 26.4, 1.3 MB 26.3, 2.
 
 
 class Tile(NamedTuple):
-    """`unroll`: how many times a warp's heads one warp takes at once (forward only). `stages`: tokens whose x and g are
-    on their way into shared memory (backward only; 0: they are loaded when it is their turn), by copies of up to
-    `heads_a_copy` heads. `tables`: cos and sin are loaded after the heads ("last"), before them ("first") or, where
-    there are stages, a token early ("ahead") or by copies as well ("staged")."""
+    """`tables`: cos and sin are loaded after the heads ("last"), before them ("first") or, where there are stages, a
+    token early ("ahead") or by copies ("staged"). `stages`: tokens whose x and g are on their way into shared memory
+    (backward only; 0: they are loaded when it is their turn), by copies of up to `heads_a_copy` heads. `unroll`: how
+    many times a warp's heads one warp takes at once; `prefetches`: what it asks for of a later token, "heads", "tables"
+    or "both" (forward only)."""
 
     warps: int
     blocks: int
@@ -36,19 +37,30 @@ class Tile(NamedTuple):
     stages: int = 0
     heads_a_copy: int = 1
     unroll: int = 1
+    prefetches: str = ""
 
 
-NARROW_TABLES = {H100: Tile(4, 4, unroll=2), H200: Tile(4, 6, unroll=2)}
-"""Forward, entries of the tables read one by one. H200, interleaved MRoPE: 92.0 us with six blocks, 95.5 with four."""
+FORWARD = {H100: Tile(4, 6), H200: Tile(2, 12)}
+"""H200, 16384 tokens: blocks of two warps take 0.2 to 1.2 % less than of four, of five, eight and ten 2, 6 and 10 %
+more: a block makes room only when its last warp ends."""
+NARROW_TABLES = {H100: Tile(4, 4, unroll=2), H200: Tile(2, 12, unroll=2)}
+"""Forward, entries of the tables read one by one: many loads, which twice as many heads share."""
+
+PREFETCHED_BYTES = {H100: 0, H200: 5 * 2**19}
+"""Forward: so much of x lies between what a warp loads and what it prefetches. H200, 16384 tokens, 32+8 packed heads:
+88.1 us without, 86.7, 85.8 and 92.0 with 128, 256 and 512 tokens; 64+8: 155.1, 149.5, 154.4 and 188; 16+2: 43.1, 43.5,
+42.7 and 42.3. So the best are 2.4 to 2.6 MB, and twice as much is worse than none."""
+PREFETCHES_FROM = 48 * 2**20
+"""Bytes of x, at least. At 2048 tokens (9 to 38 MB) prefetches cost up to 4 %; what lies between is not measured."""
 
 STAGES = {H100: 0, H200: 2}
 """Backward. H200, 16384 tokens: Qwen3-8B 126.1 us with two, 139.4 with none; interleaved MRoPE 127.0 and 143.2; three
 in blocks of four warps 130.5 and 133.5. An H100, where copies of 16 bytes (`cp.async`) lost, has not tried bulk copies.
 """
+STAGED_BYTES = 128
+"""Of a head, at least: shorter ones are not measured."""
 SHARED_BYTES = 47 * 1024
 """Of a block's slots: less than what a kernel has without asking for more."""
-STAGED_BYTES = 160
-"""Of a head, at least. Heads of 64 lanes (128 bytes): 76.8 us with two stages, 75.4 with none."""
 
 
 def forward_tile(
@@ -56,12 +68,18 @@ def forward_tile(
 ) -> Tile:
     """For an instance of the forward."""
     words = _words(constants, accesses, acc_bytes)
-    if words > 80:
-        return Tile(4, 2)
-    # Entries that are read one by one are many loads: twice as many heads share them.
-    if words <= 48 and not _wide(accesses):
-        return NARROW_TABLES[nearest(card, NARROW_TABLES) or H100]
-    return Tile(4, 6) if words <= 48 else Tile(4, 4)
+    if words > 48:
+        return Tile(4, 2 if words > 80 else 4)
+    tiles = FORWARD if _wide(accesses) else NARROW_TABLES
+    measured = nearest(card, tiles) or H100
+    prefetches = _prefetches(constants, accesses) if PREFETCHED_BYTES[measured] else ""
+    return tiles[measured]._replace(prefetches=prefetches)
+
+
+def prefetched_tokens(tokens: int, token_bytes: int, card: Card) -> int:
+    """How many tokens ahead a forward prefetches, whose x has `token_bytes` each; `tokens` where it does not."""
+    ahead = PREFETCHED_BYTES[nearest(card, PREFETCHED_BYTES) or H100] // token_bytes
+    return ahead if ahead and tokens * token_bytes >= PREFETCHES_FROM else tokens
 
 
 def backward_tile(
@@ -86,10 +104,15 @@ def backward_tile(
     stages = STAGES[nearest(card, STAGES) or H100]
     # Entries read one by one, of several sequences of packed heads, would spill.
     if stages and _staged(constants, accesses) and (tables == "first" or not (packed and constants["BATCHED"])):
+        # By one, two and four heads a copy, 16384 tokens: 32+8 packed 140.7, 140.1 and 143.3 us, 64+8 240.6, 239.6 and
+        # 252.9, 16+2 65.4, 64.1 and 64.4, heads of 64 77.7, 70.2 and 72.5; tables by loads: 145.4, 244.1, 70.4, 70.6.
         if packed and _copies_tables(constants, accesses, stages):
-            return Tile(8, 2, "staged", stages, 16)
+            return Tile(8, 2, "staged", stages, 2)
+        # The same, and tables by copies: Qwen3-8B 124.8, 132.0, 133.4 and 126.8; Flux 148.1, 157.8, 158.1 and 158.0.
+        # Why copies of 256 bytes are better than longer ones is not known; at 2048 tokens they are not.
         if tables == "first" and not packed:
-            return Tile(8, 2, "ahead", stages, 1)
+            short = -(-256 // (int(constants["HEAD_DIM"]) * accesses["IN_BYTES"].itemsize))
+            return Tile(8, 2, "ahead", stages, short)
         return Tile(8, 2, "last", stages, 16)
     # Interleaved MRoPE: (4, 4) 182.8 us, (8, 2) 184.1; sectioned: 201.3 and 200.0. Loading the next token before
     # this one is stored, as Triton's kernel does, was slower for most shapes: Qwen3-8B 189.2 us instead of 180.5.
@@ -101,6 +124,24 @@ def deferred_tokens(tokens: int, token_bytes: int) -> int:
     """How many tokens' dx, of `token_bytes` each, is written beside the sums; none where they would be many of them."""
     deferred = DEFERRED_BYTES // token_bytes
     return deferred if 4 * deferred <= tokens else 0
+
+
+def _prefetches(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> str:
+    """What of a later token a forward asks for: where it was measured faster, 16384 tokens.
+
+    Tables read entry by entry: interleaved MRoPE 91.8 us, 85.3 with the tables, 88.0 with the heads, 88.6 with both.
+    Wide float32 tables: `PREFETCHED_BYTES`; heads of 80 46.4 and 44.6 us, Flux 100.0 and 99.1. Heads of 512 bytes:
+    Gemma 3 108.9 us, 103.1 with the heads, 104.0 with both, 111.5 with the tables. Other tables in two bytes, heads of
+    64 lanes and rotations alone lose up to 2 %.
+    """
+    if constants["NORM"] == "NO_NORM" or constants["GATHER"] or constants["COUNTED"] or constants["CHUNKS"] != 1:
+        return ""
+    head_bytes = int(constants["HEAD_DIM"]) * accesses["IN_BYTES"].itemsize
+    if not _wide(accesses):
+        return "tables"
+    if head_bytes >= 512:
+        return "heads"
+    return "both" if accesses["TABLE_BYTES"].itemsize == 4 and head_bytes >= 160 else ""
 
 
 def _staged(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:

@@ -104,6 +104,11 @@ __device__ __forceinline__ void store(char* address, const Vector<T, N>& v, bool
   }
 }
 
+// Towards the L2, where a later load will find it.
+__device__ __forceinline__ void prefetch(const char* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // A launch may be set up while the one before it ends (programmatic dependent launch, sm_90 and later): all threads come
 // here before they touch memory. Without that it costs nothing.
 __device__ __forceinline__ void wait_for_the_launch_before() {

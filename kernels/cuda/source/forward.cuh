@@ -3,6 +3,9 @@
 // One warp takes HEADS_PER_WARP x UNROLL heads of one token: it issues all its loads, then computes and stores. The
 // grid covers all tokens once, head groups fastest, so that neighbouring warps share the token's tables in the cache.
 //
+// Where the card's memory is fast, a warp also asks for what the warps of a later token will load (PREFETCHES_HEADS,
+// PREFETCHES_TABLES): more bytes on their way than the registers of the resident warps have room for.
+//
 // Traffic, with E the bytes of an element: 2 E (Hq + Hk) D + 2 E Hv D + 2 T bytes a token, T the bytes of its cos.
 #pragma once
 #include "norm.cuh"
@@ -13,6 +16,7 @@ struct ForwardArguments {
   Parameters parameters;
   Tables tables;
   long long blocks;  // of the heads; those after them move v
+  long long ahead;  // how many tokens later; at least `tokens`: none is
   long long tokens, sequence;
   double eps;
 };
@@ -46,6 +50,20 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
     x[u] = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
   }
   if (TABLES != FIRST) tables.load(args.tables, token, lane);
+  if ((PREFETCHES_HEADS || PREFETCHES_TABLES) && flat + args.ahead < args.tokens) {
+    const Token later = token_at(unsigned(flat + args.ahead), args.sequence);
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
+      constexpr int LINE = 128, LINES = (HEAD_DIM * int(sizeof(In)) + LINE - 1) / LINE;
+      if (PREFETCHES_HEADS && head.exists && lane.slot < LINES) {
+        prefetch(head.at(args.q, args.k, later) + lane.slot * LINE);
+      }
+    }
+    if (PREFETCHES_TABLES && warp % GROUPS == 0 && lane.head == 0 && rotated(lane.slot)) {
+      RotationRaw::prefetch_rows(args.tables, later, lane);
+    }
+  }
   const Rotation rotation(tables, lane);
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {

@@ -137,6 +137,24 @@ struct RotationRaw {
     }
   }
 
+  // What `load` will read, by the lanes of one head.
+  __device__ static void prefetch_rows(const Tables& tables, const Token& token, const Lane& lane) {
+    constexpr int ROWS = MROPE == INTERLEAVED ? TABLE_ROWS : 1, VECTORS = PER_LANE || SPLIT_PAIRS ? 2 : 1;
+    const Rows rows(tables, token);
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      const int of_slot = PER_LANE ? vector_lane(WRITE, lane.slot, v) - ROTARY_START : pair_index(lane.slot, v * (PAIRS / 2));
+      const int pair = !PER_LANE ? of_slot : WRITES_ADJACENT ? of_slot / 2 : of_slot % (ROTARY_DIM / 2);
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) {
+        const long long offset = rows.offset_of(ROWS > 1 ? row : mrope_row(pair)) +
+                                 of_slot * (TABLE_LANE_STRIDE * int(sizeof(Table)));
+        prefetch(tables.cos + offset);
+        prefetch(tables.sin + offset);
+      }
+    }
+  }
+
   // TABLE_VECTOR entries from `entry` on. A position outside the table gives NaN: the mistake shows. Slots that do not
   // exist get zeros: they take part in sums.
   __device__ void read(const Rows& rows, const Tables& tables, Vector<Table, PAIRS>& c, Vector<Table, PAIRS>& s, int i,

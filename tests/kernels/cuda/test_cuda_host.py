@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import BESIDE_THE_SUMS, MODEL_SIZE, STAGED, STAGED_TABLES, by_kernel, prepared
+from cuda_cases import BESIDE_THE_SUMS, INTERLEAVED, MODEL_SIZE, STAGED, STAGED_TABLES, by_kernel, prepared
 from norm_rope_cases import CASES, Case
 
 from fusion_pass import FusionConfig
@@ -22,6 +22,7 @@ from fusion_pass.kernels.card import H100, H200, Card
 from fusion_pass.kernels.cuda import compiler, launch
 from fusion_pass.kernels.cuda.instance import Access, entry_rows, lane_access, slot_constants, table_access
 from fusion_pass.kernels.cuda.norm_rope import forward_work
+from fusion_pass.kernels.cuda.tiles import prefetched_tokens
 from fusion_pass.kernels.options import Options
 from fusion_pass.kernels.registry import Request
 from fusion_pass.kernels.streams import Stream
@@ -194,7 +195,8 @@ def test_v_is_moved_beside_the_sums(case: Case, kernels: list[str]) -> None:
         (BESIDE_THE_SUMS, Card(90, 0), 0),
         (BESIDE_THE_SUMS, Card(80, 2000), 0),
         (Case("biases", 32, 8, 128, 1, 64, BF16, affine="wb"), H200, 0),
-        (Case("short heads", 32, 8, 64, 1, 64, BF16), H200, 0),
+        (Case("heads of 128 bytes", 32, 8, 64, 1, 64, BF16), H200, 2),
+        (Case("shorter heads", 32, 8, 48, 1, 64, BF16), H200, 0),
         (Case("no bulk copies", 32, 8, 72, 1, 64, BF16), H200, 0),
         (Case("no norm", 32, 8, 128, 1, 64, BF16, options={"norm": "none"}), H200, 0),
     ],
@@ -214,16 +216,45 @@ def test_tables_come_with_packed_heads() -> None:
     assert "STAGED" not in {tables(case) for case in STAGED if case.packing is None}
     case = STAGED_TABLES[0]
     assert tables(case, H100) == "FIRST"
-    interleaved = {"mrope_layout": "interleaved", "mrope_section": [24, 20, 20]}
-    for other in ({"positions": "shared"}, {"options": interleaved}, {"head_dim": 256, "options": {}}):
+    for other in ({"positions": "shared"}, {"options": INTERLEAVED}, {"head_dim": 256, "options": {}}):
         assert tables(replace(case, **other)) != "STAGED"
 
 
-@pytest.mark.parametrize(("packing", "heads_a_copy"), [("blocked", 16), ("grouped", 1)])
+@pytest.mark.parametrize(("packing", "heads_a_copy"), [("blocked", 2), ("grouped", 1)])
 def test_only_heads_that_adjoin_are_one_copy(packing: str, heads_a_copy: int) -> None:
+    """And of those two: more were slower."""
     case = Case("", 16, 4, 128, 1, 64, BF16, packing=packing)
     constants = by_kernel(case, H200)["backward"].launch.instance.constants  # type: ignore[attr-defined]
     assert constants["HEADS_A_COPY"] == heads_a_copy
+
+
+@pytest.mark.parametrize(
+    ("case", "prefetched"),
+    [
+        (STAGED_TABLES[0], "heads tables"),
+        (Case("heads of 80", 16, 16, 80, 1, 64, BF16, packing="blocked"), "heads tables"),
+        (Case("tables in two bytes", 32, 8, 128, 1, 64, BF16, per_lane=True, table_dtype=BF16), ""),
+        (Case("long heads", 16, 8, 256, 1, 64, BF16, per_lane=True, table_dtype=BF16), "heads"),
+        (Case("interleaved", 32, 8, 128, 1, 64, BF16, options=INTERLEAVED), "tables"),
+        (Case("positions", 32, 8, 128, 1, 64, BF16, positions="shared"), ""),
+        (Case("no norm", 32, 8, 128, 1, 64, BF16, options={"norm": "none"}), ""),
+    ],
+    ids=str,
+)
+def test_what_a_forward_asks_for_early(case: Case, prefetched: str) -> None:
+    """Where it was measured faster; never on an H100."""
+    for card, expected in ((H200, prefetched), (H100, "")):
+        constants = by_kernel(case, card)["forward"].launch.instance.constants  # type: ignore[attr-defined]
+        assert [name for name in ("heads", "tables") if constants[f"PREFETCHES_{name.upper()}"]] == expected.split()
+
+
+def test_few_tokens_are_not_prefetched() -> None:
+    """`ahead` is then the number of tokens: no token comes so much later."""
+    assert prefetched_tokens(2048, 10240, H200) == 2048
+    assert prefetched_tokens(16384, 10240, H200) == 256
+    assert prefetched_tokens(16384, 10240, H100) == 16384
+    forward = by_kernel(Case("", 32, 8, 128, 1, 64, BF16), H200)["forward"].launch
+    assert forward._words[-4] == 64  # type: ignore[attr-defined]
 
 
 def test_every_dx_is_written_once() -> None:
