@@ -8,7 +8,9 @@ launches.
 from __future__ import annotations
 
 import functools
+import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,8 @@ from .templates import (
 _LOG2_E = math.log2(math.e)
 _L2_BYTES_FOR_KEYS = 32 << 20
 """Of 50 MB: K and V of the heads that run together where the queries stay."""
+_WIDE_BYTES_FOR_KEYS = 64 << 20
+"""The same in a forward at head_dim 256. Causal 4k, H200: 16 heads (67 MB) 1.046 times as fast as eight, four 0.92."""
 _FORWARD_HEADS = 4
 """At least so many key heads run together in a forward under a mask, whatever their size: what tiles in step read is a
 part of K and V, and with few heads there are too many lengths of tile at a time. head_dim 256, causal, 16k, TFLOP/s:
@@ -48,6 +52,11 @@ _DRIFTING_BYTES = 100 << 20
 """The same of all heads that those blocks visit: 67 MB did no harm, 134 MB did."""
 _BLOCKS_AHEAD = 32
 """At least so many blocks of keys are drawn before, and zero, what a block of keys adds to."""
+_MANY = 8
+"""Blocks of keys a multiprocessor, from which on their order makes less of a difference than the L2 cache."""
+_TILES_OF_A_BLOCK = 3
+"""What a block of keys costs beside its tiles of queries: 5 microseconds at head_dim 128, where a tile is 1.75."""
+_QUERIES_OF_A_TILE = 64
 _ROWS_PER_PROGRAM = 32
 """Of the kernels in prepare.py."""
 
@@ -165,7 +174,8 @@ def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
         # Without a buffer for O there is no map either; the kernel does not look at the argument.
         tensor_map(*out, call.dtype, 64, template.o_lanes) if template.store_by_tma else q,
     )
-    together = _heads_together(call, at_least=_FORWARD_HEADS) if template.masked else 1
+    limit = _WIDE_BYTES_FOR_KEYS if template.v_dim == 256 else _L2_BYTES_FOR_KEYS
+    together = _heads_together(call, limit, at_least=_FORWARD_HEADS) if template.masked else 1
     numbers = (
         *(out[1][0], out[1][2], out[1][1]), out[0][3], batch, heads, heads // kv_heads, seq_q, seq_k, together,
         *call.band(tiles), *call.scales(),
@@ -242,24 +252,80 @@ def backward_templates_of(call: Call) -> BackwardTemplate | tuple[WideTemplate, 
     return backward_template(*dims, mask=call.mask(128), softcap=softcap, deterministic=call.deterministic)
 
 
-@functools.lru_cache(maxsize=1024)
 def parts_of(call: Call) -> int:
-    """Over how many thread blocks the query heads of a group are spread: 1, unless the blocks of keys are too few to
-    keep the multiprocessors busy to the end (under a mask they differ in length, so it takes more of them), or run too
-    far apart. Each part has a dK and dV of its own, which are summed afterwards. Where the mask differs by head every
-    query head has blocks of its own to visit, so each is a part."""
+    """Over how many thread blocks the query heads of a group are spread. Each part has a dK and dV of its own, which
+    are summed afterwards. Where the mask differs by head every query head has blocks of its own to visit, so each is a
+    part."""
+    return order_of(call)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def order_of(call: Call) -> tuple[int, int]:
+    """(parts, see `parts_of`; how many key heads times parts run together) where the keys stay.
+
+    Blocks of keys that are few and long leave multiprocessors idle in the end. What an order costs is found by drawing
+    them as thread blocks do (`_time_of`): of 2 x 4k tokens with 32/8 heads, two heads together take 1.22 times as long
+    as four, and were measured to take 1.18. Many blocks fill the end in any order: then the fewest parts that are
+    enough are taken, and as many heads as the L2 cache likes. So they are where the model does not know the lengths.
+    """
     batch, _, heads, _, seq_k, kv_heads = call.sizes
-    group = heads // kv_heads
+    group, keys = heads // kv_heads, _keys_of_a_block(call)
+    together = _key_heads_together(call, masked=call.mask(keys) != "none")
     if call.row_heads > 1:
-        return group
-    multiprocessors = _multiprocessors(call.device)
-    blocks = -(-seq_k // (128 if max(call.q[0][3], call.v[0][3]) <= 128 else 64)) * batch * kv_heads
+        return group, _chunk(batch * kv_heads * group, together)
+    blocks, processors = -(-seq_k // keys) * batch * kv_heads, _multiprocessors(call.device)
     uneven = call.left is not None or call.right is not None or call.data is not None
     enough, wanted = (2.5, 3.5) if uneven else (1.0, 1.5)
     divisors = [n for n in range(1, group + 1) if group % n == 0 and group // n <= _heads_of_a_block(call)]
-    if blocks * divisors[0] >= enough * multiprocessors:
-        return divisors[0]
-    return next((n for n in divisors if blocks * n >= wanted * multiprocessors), group)
+    parts = divisors[0]
+    if blocks * parts < enough * processors:
+        parts = next((n for n in divisors if blocks * n >= wanted * processors), group)
+    usual = parts, _chunk(batch * kv_heads * parts, together)
+    if call.left is not None or call.data is not None or call.deterministic or blocks * parts > _MANY * processors:
+        return usual
+    divisors = [n for n in divisors if blocks * n <= _MANY * processors] if keys == 128 else [parts]
+    times = {order: _time_of(call, order) for order in _orders(call, divisors, together)}
+    best = next(order for order in times if times[order] <= 1.02 * min(times.values()))
+    # What promised 1.05 brought 0.98 to 1.01; but a sum of parts that is saved is not in the model.
+    promised = _time_of(call, usual) / times[best]
+    return best if promised > 1.06 or (promised >= 1 and best[0] < parts) else usual
+
+
+def _orders(call: Call, divisors: list[int], together: int) -> Iterator[tuple[int, int]]:
+    """What `order_of` chooses from, the fewest parts, and then heads together, first. Blocks of equal length have no
+    use for another number of heads than `together`."""
+    batch, _, _, _, _, kv_heads = call.sizes
+    for parts in divisors:
+        heads = batch * kv_heads * parts
+        if call.right is None:
+            yield parts, _chunk(heads, together)
+            continue
+        for n in range(1, heads + 1):
+            if heads % n == 0 and (n == 1 or n * _queries_bytes(call) <= _L2_BYTES_FOR_QUERIES):
+                yield parts, n
+
+
+def _time_of(call: Call, order: tuple[int, int]) -> float:
+    """When the last multiprocessor is done with blocks of keys that are drawn in this order, in tiles of queries."""
+    batch, seq_q, heads, _, seq_k, kv_heads = call.sizes
+    parts, together = order
+    keys = _keys_of_a_block(call)
+    tiles = -(-seq_q // _QUERIES_OF_A_TILE)
+    group = heads // kv_heads // parts
+    hidden = [0] * -(-seq_k // keys)
+    if call.right is not None:
+        first_rows = (block * keys - call.offset - call.right for block in range(len(hidden)))
+        hidden = [min(max(row // _QUERIES_OF_A_TILE, 0), tiles) for row in first_rows]
+    chunk = [group * (tiles - n) + _TILES_OF_A_BLOCK for n in hidden for _ in range(together)]
+    free_at = [0.0] * _multiprocessors(call.device)
+    for _ in range(batch * kv_heads * parts // together):
+        for length in chunk:
+            heapq.heapreplace(free_at, free_at[0] + length)
+    return max(free_at)
+
+
+def _keys_of_a_block(call: Call) -> int:
+    return 128 if max(call.q[0][3], call.v[0][3]) <= 128 else 64
 
 
 def _heads_of_a_block(call: Call) -> int:
@@ -293,8 +359,7 @@ def backward_plan(
     blocks = -(-seq_k // template.block_n)
     padded_rows = -(-seq_q // PADDED) * PADDED if wide else -(-seq_q // template.block_m) * template.block_m
     accumulator_rows = rows_of_accumulator(seq_q)
-    parts = parts_of(call)
-    together = _chunk(batch * kv_heads * parts, _key_heads_together(call, masked=template.masked))
+    parts, together = order_of(call)
     grid = together, blocks, batch * kv_heads * parts // together
     programs, group = min(math.prod(grid), _multiprocessors(call.device)), heads // kv_heads // parts
     ahead, ready = heads_ahead(programs, together, blocks)
@@ -383,7 +448,7 @@ def _wide_queries(call: Call, template: WideTemplate, do: Shaped, dq: Shaped) ->
         tensor_map(*do, call.dtype, 64, template.v_dim),
         tensor_map(*dq, call.dtype, 64, template.qk_dim),
     )
-    sizes = batch, heads, heads // kv_heads, seq_q, seq_k, _heads_together(call)
+    sizes = batch, heads, heads // kv_heads, seq_q, seq_k, _heads_together(call, _L2_BYTES_FOR_KEYS)
     numbers = *sizes, *call.band(tiles), *call.scales(), call.scale
     kernel = _loaded(template, call.dtype, call.device)
     return MappedLaunch(kernel, (tiles * batch * heads, 1, 1), maps, numbers, template, call.device)
@@ -409,15 +474,13 @@ def _strides(x: Shaped) -> tuple[int, int, int]:
     return of_batch, of_head, of_row
 
 
-def _heads_together(call: Call, *, at_least: int = 1) -> int:
-    """How many query heads run at the same time where the queries stay, so that their K and V stay in L2; those of
-    `at_least` key heads, where there are as many."""
+def _heads_together(call: Call, limit: int, *, at_least: int = 1) -> int:
+    """How many query heads run at the same time where the queries stay, so that their K and V, up to `limit` bytes,
+    stay in L2; those of `at_least` key heads, where there are as many."""
     batch, _, heads, head_dim, seq_k, kv_heads = call.sizes
     bytes_per_head = seq_k * (head_dim + call.v[0][3]) * call.dtype.itemsize
     together = 1
-    while together * 2 <= batch * kv_heads and (
-        together * 2 * bytes_per_head <= _L2_BYTES_FOR_KEYS or together * 2 <= at_least
-    ):
+    while together * 2 <= batch * kv_heads and (together * 2 * bytes_per_head <= limit or together * 2 <= at_least):
         together *= 2
     return together * (heads // kv_heads)
 

@@ -4,8 +4,8 @@ reasons for a refusal."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,28 +43,73 @@ def test_chunks_of_heads() -> None:
     assert _chunk(70_002, 1) == 2  # 65535 chunks are the most
 
 
-def test_parts_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of keys times parts fill 132 multiprocessors one and a half times, three and a half times where blocks
-    differ in length, if the group has the heads. Long causal blocks visit four heads at most."""
-    from fusion_pass.kernels.hopper.plans import Call, parts_of
+@pytest.fixture
+def order_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, int]]]:
+    """`plans.order_of` of a problem on 132 multiprocessors."""
+    from fusion_pass.kernels.hopper import plans
 
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(plans, "_multiprocessors", lambda _device: 132)
 
-    def parts(batch: int, keys: int, heads: int, kv_heads: int, causal: str = "none") -> int:
-        q, k = (torch.empty(batch, keys, n, 128, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
-        return parts_of(Call.of(problem_of(q, k, k, causal=causal)))
+    def order(batch: int, keys: int, heads: int, kv_heads: int, **options: object) -> tuple[int, int]:
+        dim = options.pop("head_dim", 128)
+        q, k = (torch.empty(batch, keys, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))  # type: ignore[call-overload]
+        return plans.order_of(plans.Call.of(problem_of(q, k, k, **options)))  # type: ignore[arg-type]
 
-    assert parts(1, 4096, 32, 1) == 8
-    assert parts(1, 4096, 32, 1, "top_left") == 16
-    assert parts(1, 4096, 32, 8) == 1
-    assert parts(1, 4096, 32, 8, "top_left") == 2
-    assert parts(2, 8192, 32, 8, "top_left") == 1
-    assert parts(2, 8192, 64, 8, "top_left") == 2
-    assert parts(2, 8192, 64, 8) == 1
-    assert parts(8, 2048, 64, 8, "top_left") == 1
-    assert parts(1, 256, 6, 2) == 3
-    assert parts(1, 256, 4, 4) == 1
+    plans.order_of.cache_clear()
+    yield order
+    plans.order_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "expected"),
+    [
+        # Few and long blocks of keys: the order that leaves nobody idle in the end, with the fewest parts.
+        ((2, 4096, 32, 8), {"causal": "top_left"}, (1, 4)),
+        ((1, 4096, 32, 8), {"causal": "top_left"}, (1, 4)),
+        ((1, 4096, 32, 8), {"causal": "top_left", "head_dim": 64}, (1, 4)),
+        ((1, 4096, 32, 1), {"causal": "top_left"}, (8, 4)),
+        ((1, 4096, 12, 2), {"causal": "top_left"}, (6, 6)),
+        ((4, 1024, 32, 8), {"causal": "top_left"}, (1, 16)),
+        ((4, 2048, 32, 8), {"causal": "bottom_right"}, (1, 8)),
+        ((1, 2048, 16, 16), {"causal": "top_left", "head_dim": 256}, (1, 4)),
+        # Other numbers of heads would do no better.
+        ((2, 8192, 32, 8), {"causal": "top_left"}, (1, 2)),
+        ((1, 16384, 32, 8), {"causal": "top_left"}, (1, 2)),
+        # Many blocks.
+        ((4, 4096, 16, 16), {"causal": "top_left"}, (1, 2)),
+        ((2, 8192, 64, 8), {"causal": "top_left"}, (2, 2)),
+        ((1, 32768, 32, 8), {"causal": "top_left"}, (1, 1)),
+        # Blocks of equal length: as many parts as it takes to give every multiprocessor one.
+        ((1, 4096, 32, 1), {}, (4, 4)),
+        ((1, 4096, 28, 4), {}, (1, 4)),
+        ((1, 2048, 32, 8), {}, (1, 4)),
+        ((1, 256, 6, 2), {}, (3, 3)),
+        ((2, 8192, 64, 8), {}, (1, 4)),
+        # Where the model does not know the lengths: three and a half blocks a multiprocessor.
+        ((1, 4096, 32, 8), {"causal": "top_left", "window_left": 100}, (2, 2)),
+        ((1, 4096, 32, 8), {"causal": "top_left", "deterministic": True}, (4, 2)),
+    ],
+)
+def test_order_of_blocks(
+    sizes: tuple[int, int, int, int],
+    options: dict[str, object],
+    expected: tuple[int, int],
+    order_of: Callable[..., tuple[int, int]],
+) -> None:
+    """Over how many parts a group is spread, and how many heads run together."""
+    assert order_of(*sizes, **options) == expected
+
+
+def test_time_of_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two multiprocessors and two heads of three blocks of 3, 2 and 1 pairs of tiles, each 3 tiles' time longer."""
+    from fusion_pass.kernels.hopper import plans
+
+    monkeypatch.setattr(plans, "_multiprocessors", lambda _device: 2)
+    q, k = (torch.empty(1, 384, n, 128, device="meta", dtype=torch.bfloat16) for n in (2, 2))
+    call = plans.Call.of(problem_of(q, k, k, causal="top_left"))
+    # Blocks of 9, 7 and 5. By heads: 9 and 7 + 5, then 9, 7 and 5 as they come. Together: 9 and 9, 7 and 7, 5 and 5.
+    assert plans._time_of(call, (1, 2)) == 21
+    assert plans._time_of(call, (1, 1)) == 23
 
 
 def test_map_of_spread_rows() -> None:
@@ -297,7 +342,7 @@ def test_deterministic_causal_blocks_visit_one_query_head(
     monkeypatch.setattr(plans, "_multiprocessors", lambda _device: 132)
     q, k = (torch.empty(2, 8192, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     call = plans.Call.of(problem_of(q, k, k, causal=causal, deterministic=True))
-    assert plans.parts_of.__wrapped__(call) == parts
+    assert plans.order_of.__wrapped__(call)[0] == parts
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_few_thread_blocks(name: str, dim: int, monkeypatch: pytest.MonkeyPatch,
     """As on three multiprocessors: each thread block draws many blocks of keys, also such that no query sees."""
     from fusion_pass.kernels.hopper import plans
 
-    caches = plans.forward_plan, plans.backward_plan, plans.parts_of
+    caches = plans.forward_plan, plans.backward_plan, plans.order_of
     monkeypatch.setattr(plans, "_multiprocessors", lambda _device: 3)
     inputs = make_inputs(dataclasses.replace(CASES[name], head_dim=dim, value_dim=dim), torch.bfloat16, device)
     for cache in caches:
