@@ -78,7 +78,7 @@ def order_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[in
         # Many blocks.
         ((4, 4096, 16, 16), {"causal": "top_left"}, (1, 2)),
         ((2, 8192, 64, 8), {"causal": "top_left"}, (2, 2)),
-        ((1, 32768, 32, 8), {"causal": "top_left"}, (1, 1)),
+        ((1, 32768, 32, 8), {"causal": "top_left"}, (4, 1)),
         # Blocks of equal length: as many parts as it takes to give every multiprocessor one.
         ((1, 4096, 32, 1), {}, (4, 4)),
         ((1, 4096, 28, 4), {}, (1, 4)),
