@@ -147,14 +147,19 @@ __device__ __forceinline__ void walk_staged(const BackwardArguments& args, const
     const Raw<In> x = ring.x(lane, head.exists);
     const Raw<Grad> g = ring.g(lane, head.exists);
     if (STAGED_TABLES) ring.tables(tables, lane);
-    ring.taken();
-    if (ahead.flat < args.tokens) ring.fill(ring.stage, ahead.token());
-    ahead.advance();
-    ring.advance();
+    const auto refill = [&] {
+      ring.taken();
+      if (ahead.flat < args.tokens) ring.fill(ring.stage, ahead.token());
+      ahead.advance();
+      ring.advance();
+    };
+    // Where no load is on its way the fence has least to wait for behind the rotation; elsewhere the delay costs more.
+    if (!STAGED_TABLES) refill();
     char* const target = out.at(here.token());
     const bool stored = stores && (!DEFERS || here.flat < args.stored);
     here.advance();
     backward_head<true>(x, g, tables, weight, args.eps, target, stored, lane, dweight, dbias, [&] {
+      if (STAGED_TABLES) refill();
       if (TABLES == AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
     });
   }

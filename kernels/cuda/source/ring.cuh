@@ -113,7 +113,7 @@ struct Ring {
   }
   // All lanes have what the slot held. Their reads are of PTX's generic proxy, the copy that fills the slot again of its
   // async proxy, and only a proxy fence orders the two: without one the copy may overtake reads that wait in the queue of
-  // the multiprocessor's loads. Neither __syncwarp nor the barrier's arrival is one. It costs nothing that was measurable.
+  // the multiprocessor's loads. Neither __syncwarp nor the barrier's arrival is one.
   __device__ __forceinline__ static void taken() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
