@@ -154,12 +154,13 @@ __device__ __forceinline__ void walk_staged(const BackwardArguments& args, const
       ring.advance();
     };
     // Where no load is on its way the fence has least to wait for behind the rotation; elsewhere the delay costs more.
-    if (!STAGED_TABLES) refill();
+    constexpr bool LATER = STAGED_TABLES && NORM_FIRST;
+    if (!LATER) refill();
     char* const target = out.at(here.token());
     const bool stored = stores && (!DEFERS || here.flat < args.stored);
     here.advance();
     backward_head<true>(x, g, tables, weight, args.eps, target, stored, lane, dweight, dbias, [&] {
-      if (STAGED_TABLES) refill();
+      if (LATER) refill();
       if (TABLES == AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
     });
   }
