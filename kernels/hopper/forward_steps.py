@@ -42,9 +42,8 @@ def rounded(probabilities, p, T: gl.constexpr):
 def as_operand(pairs, p, T: gl.constexpr):
     """The left operand of the product with V, in registers, from `rounded`."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, out_layout(T), 2)
-    HALVES: gl.constexpr = (gl.int16, gl.int16)
     low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=HALVES, is_pure=True, pack=1
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     values = gl.join(low, high).reshape([64, T.block_n]).to(p.v.dtype, bitcast=True)
     return gl.convert_layout(values, LAYOUT, assert_trivial=True)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# Tensors stand on the left of constants: in the interpreter of Triton 3.8 a constant times a tensor is a constant.
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -136,7 +137,7 @@ def scores_of_products(products, sight, score_scale, softcap):
     unit: tl.constexpr = 1.0 if sight.bias is not None else LOG2E
     if softcap is not None:
         capped = tanh(products * (score_scale / softcap))
-        return softcap * unit * capped, capped
+        return capped * (softcap * unit), capped
     else:
         scores = products * (score_scale * unit)
         return scores, scores
@@ -241,6 +242,6 @@ def tanh(x):
     """
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    decay = tl.exp2(-2 * LOG2E * tl.abs(x))
+    decay = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     closed = (1 - decay) / (1 + decay)
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -closed, closed))

@@ -84,7 +84,7 @@ def _attend(
         factor = 1.0
         unit: tl.constexpr = 1.0 if sight.bias is not None else LOG2E
         if softcap is not None:
-            scores = softcap * unit * tanh(scores * (score_scale / softcap))
+            scores = tanh(scores * (score_scale / softcap)) * (softcap * unit)
         elif sight.bias is not None:
             scores = scores * score_scale
         else:

@@ -24,8 +24,8 @@ from unittest import mock
 
 import torch
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from fusion_pass.kernels import registry
@@ -86,11 +86,10 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], a
 def resources(ptx: str, arch: int) -> dict[str, int]:
     """What ptxas reports about a kernel."""
     gpu = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-    ptxas = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
-        command = [ptxas.path, "-v", f"--gpu-name={gpu}", str(path), "-o", str(Path(folder, "kernel.cubin"))]
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={gpu}", str(path), "-o", str(Path(folder, "kernel.cubin"))]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.findall(r"Used (\d+) registers", log)

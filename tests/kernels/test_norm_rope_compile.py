@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from spills import allowed
 
 SCRIPT = Path(__file__).with_name("compile_norm_rope.py")
 
@@ -27,7 +28,7 @@ def check(arch: int, *names: str) -> None:
         f"{name}, {kernel}": figures["spills"]
         for name, kernels in compiled(arch, *names).items()
         for kernel, figures in kernels.items()
-        if figures["spills"]
+        if figures["spills"] > allowed(0)
     }
     assert not spilled, f"bytes spilled on sm_{arch}: {spilled}"
 
