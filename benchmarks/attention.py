@@ -116,6 +116,7 @@ def shapes(lengths: tuple[int, ...]) -> list[Shape]:
         *(Shape(4, 4096, 16, 16, 128, True, mask=mask, triton=True) for mask in MASKS),
         Shape(2, 8192, 64, 8, 128, True),
         Shape(1, 4096, 32, 1, 128, True),
+        *(Shape(batch, 4096, 32, 8, 128, True) for batch in (1, 2)),
         Shape(4, 4096, 16, 16, 192, True, v_head_dim=128),
     ]
 
