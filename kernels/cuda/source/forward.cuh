@@ -1,4 +1,5 @@
 // Forward: y = R norm(x), or norm(R x), for every head of q and k; v is moved.
+// TRANSPOSED: the backward where there is no norm. x is the gradient of the result and y = R' x that of the input.
 //
 // One warp takes HEADS_PER_WARP x UNROLL heads of one token: it issues all its loads, then computes and stores. The
 // grid covers all tokens once, head groups fastest, so that neighbouring warps share the token's tables in the cache.
@@ -22,6 +23,8 @@ struct ForwardArguments {
 };
 static_assert(sizeof(ForwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
+constexpr Side FROM = TRANSPOSED ? WRITE : READ, TO = TRANSPOSED ? READ : WRITE;
+static_assert(!TRANSPOSED || !NORMALISES, "the gradient of a norm is backward.cuh's");
 constexpr int HEADS_AT_ONCE = HEADS_PER_WARP * UNROLL;
 constexpr bool ONE_WEIGHT = !PER_HEAD && Q_HEADS % HEADS_AT_ONCE == 0;  // a warp's heads are all q's, or all k's
 constexpr int GROUPS = (HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
@@ -47,7 +50,7 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
-    x[u] = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
+    x[u] = load_head<IN_BYTES, In>(FROM, head.at(args.q, args.k, token), lane, head.exists);
   }
   if (TABLES != FIRST) tables.load(args.tables, token, lane);
   if ((PREFETCHES_HEADS || PREFETCHES_TABLES) && flat + args.ahead < args.tokens) {
@@ -77,14 +80,15 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
-    Tile y = unpack(READ, x[u], lane);
-    if (ROTATES && !NORM_FIRST) rotation.apply(y, lane);
+    Tile y = unpack(FROM, x[u], lane);
+    if (TRANSPOSED && ROTATES) rotation.apply_transposed(y, lane);
+    if (!TRANSPOSED && ROTATES && !NORM_FIRST) rotation.apply(y, lane);
     if (NORMALISES) {
       standardise(y, args.eps, lane);
       scale_and_shift(y, weight[ONE_WEIGHT ? 0 : u], bias[ONE_WEIGHT ? 0 : u], lane);
     }
-    if (ROTATES && NORM_FIRST) rotation.apply(y, lane);
+    if (!TRANSPOSED && ROTATES && NORM_FIRST) rotation.apply(y, lane);
     char* const out = head.at(args.q_out, args.k_out, token);
-    store_head<OUT_BYTES>(WRITE, out, lane, pack_tile<Out>(WRITE, y, lane), head.exists);
+    store_head<OUT_BYTES>(TO, out, lane, pack_tile<Out>(TO, y, lane), head.exists);
   }
 }
