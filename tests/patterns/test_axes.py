@@ -123,3 +123,28 @@ def test_pieces_of_no_lanes(name: str) -> None:
 
     (site,) = sites_of(model, *inputs((B, H, S, D), (S,)))
     assert site.fusion == "qk_norm_rope"
+
+
+DEALT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "back again": (lambda x: x.flatten(0, 1).view(B, S, H, D), 1),
+    "in one axis, then in two": (lambda x: x.view(1, B * S, H, D).view(B, S, H, D), 1),
+    "in three axes, then in two": (lambda x: x.view(B, 3, S // 3, H, D).view(B, S, H, D), 1),
+    "in other rows": (lambda x: x.flatten(0, 1).view(S, B, H, D).transpose(0, 1), 0),
+    "in rows of other tokens": (lambda x: x.view(B, 3, S // 3, H, D).transpose(1, 2).reshape(B, S, H, D), 0),
+    "in three axes, two of which are one": (lambda x: x.view(B, 3, S // 3, H, D).flatten(0, 1).view(B, S, H, D), 0),
+}
+
+
+@pytest.mark.parametrize("name", DEALT)
+def test_tokens_dealt_out_anew(name: str) -> None:
+    """Between the norm and the rotation: which token is rotated by which row of the tables."""
+    dealt, found = DEALT[name]
+
+    def model(x: Tensor, w: Tensor, angle: Tensor) -> Tensor:
+        angle = torch.cat((angle, angle), -1)
+        return halves(dealt(rms(x, w)), angle.cos(), angle.sin())
+
+    module, values = capture(model, torch.randn(B, S, H, D), torch.rand(D) + 0.5, torch.randn(S, 1, HALF))
+    sites, _ = find(module)
+    assert_exact(module, values, sites)
+    assert [site.fusion for site in sites if site.fusion != "rope"] == ["norm_rope"] * found

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exactness import capture, find, sites_of
-from spellings import Attention, B, D, H, S, inputs
+from spellings import Attention, B, D, H, S, halves, inputs, rms
 from torch import Tensor
 
 PLACES = 50
@@ -85,3 +85,33 @@ def test_gathered_from_a_table_of_the_graph(name):
     assert [site.fusion for site in found] == ["qk_norm_rope"] * sites
     if found:
         sites_of(Model(GATHERS["index"], False), *args)
+
+
+def one_token(angle: Tensor, w: Tensor, q: Tensor, k: Tensor, here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """One query and one key `[B, 1, H, D]` at a place of a table each."""
+    angle = torch.cat((angle, angle), -1)
+    q, k = (
+        halves(rms(x, w), row.cos(), row.sin())
+        for x, row in ((q, angle[here][:, None, None]), (k, angle[there][:, None, None]))
+    )
+    return q, k
+
+
+def test_one_place_is_not_another():
+    """Of an index of one element no axis says which place it is."""
+    given = torch.randn(PLACES, D // 2), torch.rand(D) + 0.5, *torch.randn(2, B, 1, H, D)
+    places = torch.randint(0, PLACES, (2, 1))
+    assert [site.fusion for site in sites_of(one_token, *given, *places)] == ["norm_rope", "norm_rope"]
+
+
+def test_rows_that_are_lanes():
+    """Of a table whose rows were put in another order all places are known one by one, but not which of them are
+    looked up."""
+
+    def model(x: Tensor, angle: Tensor, w: Tensor, places: Tensor) -> Tensor:
+        angle = torch.cat((angle, angle), -1).flip(0)[places][:, :, None]
+        return halves(rms(x, w), angle.cos(), angle.sin())
+
+    given = torch.randn(B, S, H, D), torch.randn(6, D // 2), torch.rand(D) + 0.5, torch.randint(0, 6, (B, S))
+    (site,) = sites_of(model, *given)
+    assert site.fusion == "norm_rope"

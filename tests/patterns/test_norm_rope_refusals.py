@@ -368,3 +368,19 @@ def test_second_reader_of_a_packed_part(read):
     weight = torch.randn(32, 3 * H * D, requires_grad=True)
     found = sites_of(model, torch.randn(2, S, 32), weight, *norms, angle.cos(), angle.sin())
     assert [site.fusion for site in found] == ["qk_norm_rope" if read else "qkv_norm_rope"]
+
+
+TAKEN_FOR_DATA = {
+    "cut to integers": lambda x: x.to(torch.int32).float(),
+    "a root of some": lambda x: x.pow(0.5).nan_to_num(),
+    "a root of a negative number": lambda x: (-x * x).sqrt().nan_to_num(1.0) + x,
+    "a mean of roots": lambda x: (x.sqrt().mean(-1, keepdim=True)).nan_to_num(0.5) + x,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_FOR_DATA)
+def test_what_no_number_stands_for(name):
+    """It is computed before, and the call reads what comes out."""
+    (site,) = sites_of(Attention(before=TAKEN_FOR_DATA[name]), *inputs())
+    assert site.fusion == "qk_norm_rope"
+    assert site.call.options["norm"] == ("none" if name == "cut to integers" else "rms")
