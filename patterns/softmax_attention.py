@@ -163,8 +163,8 @@ class _Values:
 
     def _values(self, weights: fx.Node, product: fx.Node) -> tuple[Heads, tuple[int, ...]]:
         name, rank = operation(product), scores_rank(weights)
-        if name == "matmul" and product.args[0] is weights and isinstance(product.args[1], fx.Node):
-            v = product.args[1]
+        if name == "matmul" and len(product.args) == 2 and product.args[0] is weights:
+            v = cast(fx.Node, product.args[1])
             if scores_rank(v) == rank == scores_rank(product):
                 return (Heads(v, (0, 2, 1, 3)), (0, 2, 1, 3)) if rank == 4 else (Heads(v, (0, 1, None, 2)), (0, 1, 3))
         parts = einsum(product) if name == "einsum" else None
@@ -188,7 +188,7 @@ class _Values:
         scores = self.softmax.args[0]
         sums = [user for user in cast(fx.Node, scores).users if operation(user) == "logsumexp"]
         user = next(iter(product.users), None)
-        if len(sums) != 1 or len(product.users) != 1 or user is None or operation(user) != "mul":
+        if len(sums) != 1 or len(product.users) != 1 or user is None or operation(user) != "mul" or len(user.args) != 2:
             return None, product
         if scores_rank(product) != 4 or self.scores.shifted:  # no axis of heads, or another log-sum-exp
             return None, product

@@ -17,7 +17,7 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand
-from fusion_pass.graph.vocabulary import fake_tensor, in_place, operation, sizes
+from fusion_pass.graph.vocabulary import fake_tensor, first_argument, in_place, operation, sizes
 from fusion_pass.kernels.attention_problem import mask_floor
 
 from .facts import Refused
@@ -142,7 +142,7 @@ class Parser:
     def _cast(self, node: fx.Node) -> Scores | None:
         if not keeps_numbers(node):
             return None
-        scores = self._of(node.args[0], node)
+        scores = self._of(first_argument(node), node)
         return scores and scores.through(node)
 
     def _scaled(self, node: fx.Node) -> Scores | None:
@@ -160,7 +160,7 @@ class Parser:
         return replace(scores, inner=scores.inner * factor, masks=masks).through(node)
 
     def _tanh(self, node: fx.Node) -> Scores | None:
-        scores = self._of(node.args[0], node)
+        scores = self._of(first_argument(node), node)
         if scores is None or scores.cap is not None or scores.masks or scores.sinks is not None or scores.shifted:
             return None
         return replace(scores, cap=1.0).through(node)
@@ -211,7 +211,7 @@ class Parser:
 
     def _cat(self, node: fx.Node) -> Scores | None:
         """Sinks as one more column."""
-        parts = node.args[0]
+        parts = first_argument(node)
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         if not isinstance(parts, tuple | list) or len(parts) != 2 or dim not in (-1, 3) or scores_rank(node) != 4:
             return None
@@ -258,7 +258,7 @@ def _check_hides(node: fx.Node, number: float) -> None:
 
 def keeps_numbers(node: fx.Node) -> bool:
     """Whether a cast leaves floating-point numbers what they are, up to rounding. Rounding to eight bits is meant."""
-    before, after = fake_tensor(node.args[0]), fake_tensor(node)
+    before, after = fake_tensor(first_argument(node)), fake_tensor(node)
     return all(x is not None and x.is_floating_point() and x.itemsize > 1 for x in (before, after))
 
 
@@ -330,8 +330,8 @@ def _row_maximum(maximum: object, scores: object) -> list[fx.Node] | None:
     if not isinstance(maximum, fx.Node):
         return None
     chain = [maximum]
-    if operation(maximum) == "detach" and isinstance(maximum.args[0], fx.Node):
-        chain.insert(0, maximum.args[0])
+    if operation(maximum) == "detach" and isinstance(first_argument(maximum), fx.Node):
+        chain.insert(0, cast(fx.Node, first_argument(maximum)))
     if operation(chain[0]) == "getitem" and chain[0].args[1] == 0:
         chain.insert(0, cast(fx.Node, chain[0].args[0]))
     top = chain[0]
@@ -339,7 +339,7 @@ def _row_maximum(maximum: object, scores: object) -> list[fx.Node] | None:
     arguments = [*top.args[1:], *top.kwargs.values()]
     dims = ([-1], [rank - 1], (-1,), -1, rank - 1)
     over_keys = len(arguments) == 2 and arguments[0] in dims and arguments[1] is True
-    return chain if operation(top) in ("max", "amax") and top.args[0] is scores and over_keys else None
+    return chain if operation(top) in ("max", "amax") and first_argument(top) is scores and over_keys else None
 
 
 def per_head(node: object, head: int) -> Operand | None:
@@ -349,7 +349,7 @@ def per_head(node: object, head: int) -> Operand | None:
     """
     current = node
     while isinstance(current, fx.Node) and operation(current) in {"expand", *_CASTS_OF_SINKS}:
-        current = current.args[0]
+        current = first_argument(current)
     tensor = fake_tensor(current)
     shape = () if tensor is None else sizes(tensor)
     if len(shape) < -head or any(n != 1 for d, n in enumerate(shape) if d != len(shape) + head):
@@ -360,5 +360,5 @@ def per_head(node: object, head: int) -> Operand | None:
             return Operand(current)
         if operation(current) not in {"view", "unsqueeze", *_CASTS_OF_SINKS}:
             return None
-        current = current.args[0]
+        current = first_argument(current)
     return None

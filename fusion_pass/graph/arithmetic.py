@@ -13,7 +13,7 @@ from torch import fx
 from . import lanes
 from .lanes import Array, Opaque, Value, elementwise
 from .operations import Context, axes_of, handler, integer, shape_of, sizes_argument, tensor
-from .vocabulary import Size, fake_tensor, operation
+from .vocabulary import Size, fake_tensor, first_argument, operation
 
 SMALL_LITERAL = 1e-2
 """Literals up to this size that are added to a tensor are taken for an eps."""
@@ -233,7 +233,7 @@ def _rms_norm(
     context: Context, node: fx.Node, x: Value, normalized_shape: Any, weight: Any = None, eps: Any = None
 ) -> Value:
     if eps is None:
-        fake = fake_tensor(node.args[0])
+        fake = fake_tensor(first_argument(node))
         if fake is None or fake.dtype not in (torch.float32, torch.float64):
             raise Opaque("rms_norm without eps: the default in low precision depends on the torch version")
         eps = torch.finfo(fake.dtype).eps

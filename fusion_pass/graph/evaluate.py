@@ -210,10 +210,13 @@ class Evaluator:
 
     def _new_contents(self, write: fx.Node) -> Value:
         name = operation(write)
-        if name in ("setitem", "copy_") and not (name == "copy_" and len(write.args) > 2):
-            return operations.tensor(self._arguments(write.args[-1], write))
+        if name == "setitem":
+            return operations.tensor(self._arguments(write.args[2], write))
+        if name == "copy_":
+            given = write.args[1] if len(write.args) > 1 else write.kwargs.get("other", write.kwargs.get("src"))
+            return operations.tensor(self._arguments(given, write))
         changed_by = in_place(write)
-        if changed_by is None or "out" in write.kwargs:
+        if changed_by is None:
             raise Opaque("a write that is not modelled")
         args = self._arguments(write.args, write)
         return operations.tensor(operations.apply(self, write, changed_by, args, self._arguments(write.kwargs, write)))

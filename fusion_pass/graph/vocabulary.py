@@ -127,6 +127,11 @@ def operation(node: fx.Node) -> str:
     return _name(node.op, node.target) if node.op in _CALLS else node.op
 
 
+def first_argument(node: fx.Node) -> Any:
+    """The first argument of `node`; None where it is given by name, or there is none."""
+    return node.args[0] if node.args else None
+
+
 @lru_cache(maxsize=8192)
 def _name(op: str, target: Any) -> str:
     if op == "call_method":

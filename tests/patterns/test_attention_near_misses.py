@@ -7,6 +7,7 @@ from collections.abc import Callable
 import attention_graphs as graphs
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 B, H, S, D = 2, 4, 6, 6
@@ -136,6 +137,20 @@ NOT_READ: dict[str, Model] = {
     "a share of every lane": rescaled(lambda s, x: (s.logsumexp(-1) - x).sigmoid().unsqueeze(-2)),
     "a share that is squared": rescaled(lambda s, x: (s.logsumexp(-1) - x).square().sigmoid().unsqueeze(-1)),
     "weights of the transposed": lambda q, k, v, x: scores(q, k).softmax(-1).mT @ v,
+    "all by name": lambda q, k, v, x: torch.matmul(
+        input=F.softmax(input=torch.matmul(input=q, other=k.mT), dim=-1), other=v
+    ),
+    "scores by name": lambda q, k, v, x: torch.matmul(input=q, other=k.mT).softmax(-1) @ v,
+    "a cast by name": lambda q, k, v, x: torch.clone(input=scores(q, k)).softmax(-1) @ v,
+    "a cap by name": lambda q, k, v, x: torch.tanh(input=scores(q, k)).softmax(-1) @ v,
+    "a column by name": with_sink(lambda s, column: torch.cat(tensors=(s, column), dim=-1)),
+    "a maximum by name": lambda q, k, v, x: (
+        (s := scores(q, k)) - torch.amax(input=s, dim=-1, keepdim=True)
+    ).softmax(-1) @ v,
+    "values by name": lambda q, k, v, x: torch.matmul(input=scores(q, k).softmax(-1), other=v),
+    "a share by name": lambda q, k, v, x: torch.mul(
+        input=(s := scores(q, k)).softmax(-1) @ v, other=(s.logsumexp(-1) - x[:, :, :, 0]).sigmoid()[..., None]
+    ),
     "values in front": lambda q, k, v, x: v @ scores(q, k).softmax(-1),
 }  # fmt: skip
 

@@ -133,3 +133,37 @@ def test_keys_written_in_a_checkpointed_region(name: str, captured: bool) -> Non
         assert "is overwritten by 'tag_activation_checkpoint' before it is finished" in graphs.refusal(module)
     else:
         graphs.site(module)
+
+
+def copied_over(x: Tensor, cos: Tensor, sin: Tensor) -> Parts:
+    """What is copied counts, whether it is given by place or by name, and not what was there."""
+    out = x.clone()
+    out.copy_(other=x * 2)
+    out = out * 1.0
+    turned = torch.cat((-out[..., HALF:], out[..., :HALF]), -1)
+    return ((out * cos + turned * sin).transpose(1, 2),)
+
+
+def tables_copied_over(x: Tensor, cos: Tensor, sin: Tensor) -> Parts:
+    old, new = torch.ones_like(cos), torch.ones_like(sin)
+    old.copy_(cos, True)
+    new.copy_(other=sin * 1.0, non_blocking=True)
+    turned = torch.cat((-x[..., HALF:], x[..., :HALF]), -1)
+    return ((x * (old * 1.0) + turned * (new * 1.0)).transpose(1, 2),)
+
+
+@pytest.mark.parametrize("model", [copied_over, tables_copied_over], ids=lambda f: f.__name__)
+def test_what_is_copied_by_name(model: Callable[..., Parts]) -> None:
+    (site,) = exactness.sites_of(model, *rotation())
+    assert site.fusion == "rope"
+
+
+def test_weight_copied_over_by_name() -> None:
+    def model(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+        ones = torch.ones_like(weight)
+        ones.copy_(other=weight)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * ones
+        return x * cos + torch.cat((-x[..., HALF:], x[..., :HALF]), -1) * sin
+
+    (site,) = exactness.sites_of(model, *rotation(), torch.rand(D) + 0.5)
+    assert site.call.tensors["weight"] is not None
