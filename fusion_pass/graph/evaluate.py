@@ -210,10 +210,14 @@ class Evaluator:
 
     def _new_contents(self, write: fx.Node) -> Value:
         name = operation(write)
-        if name == "setitem":
-            return operations.tensor(self._arguments(write.args[2], write))
-        if name == "copy_":
-            given = write.args[1] if len(write.args) > 1 else write.kwargs.get("other", write.kwargs.get("src"))
+        if name in ("setitem", "copy_"):
+            place = 2 if name == "setitem" else 1
+            given = write.args[place] if len(write.args) > place else write.kwargs.get("other", write.kwargs.get("src"))
+            written, memory = fake_tensor(given), fake_tensor(write.args[0])
+            if memory is None or (written is None and not memory.is_floating_point()):
+                raise Opaque("a number in memory of another kind")
+            if written is not None:
+                movement.check_cast(written.dtype, memory.dtype)
             return operations.tensor(self._arguments(given, write))
         changed_by = in_place(write)
         if changed_by is None:

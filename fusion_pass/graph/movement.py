@@ -18,16 +18,25 @@ from .vocabulary import CASTS, fake_tensor, operation
 # --- casts ------------------------------------------------------------------------------------------------------------
 
 
+def check_cast(old: torch.dtype, new: torch.dtype) -> None:
+    """Raise `Opaque` unless numbers of `old` are the same in `new`, up to rounding that is not meant."""
+    if old == new:
+        return
+    if torch.bool in (old, new) or old.is_complex != new.is_complex:
+        raise Opaque("cast between kinds of numbers")
+    if any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in (old, new)):
+        raise Opaque("a cast to floating-point numbers of eight bits, whose rounding is meant, or from them")
+    if old.is_floating_point and not new.is_floating_point:
+        raise Opaque("cast to integers")
+
+
 def _cast(context: Context, node: fx.Node, x: Value, *args: Any, **kwargs: Any) -> Value:
     new, old = fake_tensor(node), fake_tensor(node.args[0] if node.args else None)
     if new is None or old is None:
         raise Opaque("cast of an unknown tensor")
-    if old.dtype == torch.bool or new.dtype == torch.bool or old.is_complex() != new.is_complex():
-        raise Opaque("cast between kinds of numbers")
-    if old.dtype != new.dtype and any(x.is_floating_point() and x.itemsize == 1 for x in (old, new)):
-        raise Opaque("a cast to floating-point numbers of eight bits, whose rounding is meant, or from them")
-    if old.dtype != new.dtype and not (new.is_floating_point() or new.is_complex()) and old.is_floating_point():
-        raise Opaque("cast to integers")
+    if old.dtype == torch.bool:
+        raise Opaque("truth values")
+    check_cast(old.dtype, new.dtype)
     return x
 
 

@@ -167,3 +167,23 @@ def test_weight_copied_over_by_name() -> None:
 
     (site,) = exactness.sites_of(model, *rotation(), torch.rand(D) + 0.5)
     assert site.call.tensors["weight"] is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize("copied", [False, True])
+def test_rotation_in_memory_of_another_kind(dtype: torch.dtype, copied: bool) -> None:
+    """What is read there was cut, or rounded on purpose."""
+
+    def model(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out = torch.empty(x.shape, dtype=dtype)
+        if copied:
+            out[..., :HALF].copy_(x[..., :HALF] * cos[..., :HALF] - x[..., HALF:] * sin[..., :HALF])
+            out[..., HALF:].copy_(x[..., HALF:] * cos[..., HALF:] + x[..., :HALF] * sin[..., HALF:])
+        else:
+            filled(out, x, cos, sin, 0)
+            filled(out, x, cos, sin, 1)
+        return out.float()
+
+    module, values = exactness.capture(model, *rotation())
+    sites, _ = exactness.find(module)
+    assert sites == []
