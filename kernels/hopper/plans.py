@@ -41,7 +41,9 @@ _LOG2_E = math.log2(math.e)
 _L2_BYTES_FOR_KEYS = 32 << 20
 """Of 50 MB: K and V of the heads that run together where the queries stay."""
 _WIDE_BYTES_FOR_KEYS = 64 << 20
-"""The same in a forward at head_dim 256. Causal 4k, H200: 16 heads (67 MB) 1.046 times as fast as eight, four 0.92."""
+"""The same in a forward at head_dim 256, from so many keys on. Causal 4k, H200: 16 heads (67 MB) 1.05 times as fast as
+eight, four 0.92; 2k: 32 heads 1.03 times as fast as 16; but 1k: 64 heads 0.98 of 32."""
+_WIDE_KEYS_FROM = 2048
 _FORWARD_HEADS = 4
 """At least so many key heads run together in a forward under a mask, whatever their size: what tiles in step read is a
 part of K and V, and with few heads there are too many lengths of tile at a time. head_dim 256, causal, 16k, TFLOP/s:
@@ -174,7 +176,8 @@ def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
         # Without a buffer for O there is no map either; the kernel does not look at the argument.
         tensor_map(*out, call.dtype, 64, template.o_lanes) if template.store_by_tma else q,
     )
-    limit = _WIDE_BYTES_FOR_KEYS if template.v_dim == 256 else _L2_BYTES_FOR_KEYS
+    wide = template.v_dim == 256 and seq_k >= _WIDE_KEYS_FROM
+    limit = _WIDE_BYTES_FOR_KEYS if wide else _L2_BYTES_FOR_KEYS
     together = _heads_together(call, limit, at_least=_FORWARD_HEADS) if template.masked else 1
     numbers = (
         *(out[1][0], out[1][2], out[1][1]), out[0][3], batch, heads, heads // kv_heads, seq_q, seq_k, together,
