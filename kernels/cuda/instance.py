@@ -1,7 +1,8 @@
 """What is fixed when a kernel is compiled: the constants that the sources in `source/` are written with.
 
 An instance depends on dtypes, options, head counts, which arguments there are, and how wide memory may be accessed;
-never on the number of tokens, on strides beyond their alignment, or on eps. docs/cuda.md has a table of the constants.
+never on strides beyond their alignment or on eps, and on the number of tokens only where a forward of many prefetches.
+docs/cuda.md has a table of the constants.
 """
 
 from __future__ import annotations

@@ -114,6 +114,9 @@ def forward_work(
     types = {"In": ELEMENTS[q.x.dtype], "Out": ELEMENTS[q.out.dtype], "Acc": ELEMENTS[acc]}
     tile = forward_tile(constants, accesses, acc.itemsize, card)
     ahead = prefetched_tokens(site.tokens, sum(site.heads[:2]) * site.head_dim * q.x.element_size(), card)
+    if not ahead:
+        # Code that is only passed by has to be fetched all the same.
+        tile = tile._replace(prefetches="")
     instance = Instance(
         "forward",
         {**types, **site.tables.types(), **parameters.types()},

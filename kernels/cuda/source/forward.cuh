@@ -17,7 +17,7 @@ struct ForwardArguments {
   Parameters parameters;
   Tables tables;
   long long blocks;  // of the heads; those after them move v
-  long long ahead;  // how many tokens later; at least `tokens`: none is
+  long long ahead;  // how many tokens later
   long long tokens, sequence;
   double eps;
 };

@@ -19,10 +19,9 @@ from norm_rope_cases import CASES, Case
 from fusion_pass import FusionConfig
 from fusion_pass.kernels import cuda, registry
 from fusion_pass.kernels.card import H100, H200, Card
-from fusion_pass.kernels.cuda import compiler, launch
+from fusion_pass.kernels.cuda import compiler, launch, tiles
 from fusion_pass.kernels.cuda.instance import Access, entry_rows, lane_access, slot_constants, table_access
 from fusion_pass.kernels.cuda.norm_rope import forward_work
-from fusion_pass.kernels.cuda.tiles import prefetched_tokens
 from fusion_pass.kernels.options import Options
 from fusion_pass.kernels.registry import Request
 from fusion_pass.kernels.streams import Stream
@@ -254,20 +253,28 @@ def test_only_heads_that_adjoin_are_one_copy(packing: str, heads_a_copy: int) ->
     ],
     ids=str,
 )
-def test_what_a_forward_asks_for_early(case: Case, prefetched: str) -> None:
+def test_what_a_forward_asks_for_early(case: Case, prefetched: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it was measured faster; never on an H100."""
+    monkeypatch.setattr(tiles, "PREFETCHES_FROM", 0)
     for card, expected in ((H200, prefetched), (H100, "")):
         constants = by_kernel(case, card)["forward"].launch.instance.constants  # type: ignore[attr-defined]
         assert [name for name in ("heads", "tables") if constants[f"PREFETCHES_{name.upper()}"]] == expected.split()
 
 
 def test_few_tokens_are_not_prefetched() -> None:
-    """`ahead` is then the number of tokens: no token comes so much later."""
-    assert prefetched_tokens(2048, 10240, H200) == 2048
-    assert prefetched_tokens(16384, 10240, H200) == 256
-    assert prefetched_tokens(16384, 10240, H100) == 16384
-    forward = by_kernel(Case("", 32, 8, 128, 1, 64, BF16), H200)["forward"].launch
-    assert forward._words[-4] == 64  # type: ignore[attr-defined]
+    """And their kernel has no code for it."""
+    assert tiles.prefetched_tokens(2048, 10240, H200) == 0
+    assert tiles.prefetched_tokens(16384, 10240, H200) == 256
+    assert tiles.prefetched_tokens(16384, 10240, H100) == 0
+    instance = by_kernel(STAGED_TABLES[0], H200)["forward"].launch.instance  # type: ignore[attr-defined]
+    assert not instance.constants["PREFETCHES_HEADS"]
+    assert not instance.constants["PREFETCHES_TABLES"]
+
+
+def test_a_forward_of_many_tokens_prefetches() -> None:
+    forward = by_kernel(Case("", 32, 8, 128, 1, 5000, BF16, packing="blocked"), H200)["forward"].launch
+    assert forward.instance.constants["PREFETCHES_HEADS"]  # type: ignore[attr-defined]
+    assert forward._words[-4] == 5 * 2**19 // (40 * 256)  # type: ignore[attr-defined]
 
 
 def test_every_dx_is_written_once() -> None:
