@@ -138,8 +138,10 @@ def _index(reader: Reader, node: fx.Node, x: Any, indices: Any) -> Element:
 
 @operator("getitem")
 def _getitem(reader: Reader, node: fx.Node, x: Any, index: Any) -> Element:
+    if isinstance(index, list):
+        raise Unreadable("places of one axis in a list")
     shape = sizes(tensor_of(x))
-    parts = list(index) if isinstance(index, tuple | list) else [index]
+    parts = list(index) if isinstance(index, tuple) else [index]
     taken = sum(part is not None and part is not Ellipsis for part in parts)
     if Ellipsis in [p for p in parts if not isinstance(p, fx.Node)]:
         where = next(i for i, p in enumerate(parts) if p is Ellipsis)

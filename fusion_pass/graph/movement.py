@@ -103,7 +103,7 @@ def _expand(context: Context, node: fx.Node, x: Value, *shape: Any, **kwargs: An
 def _getitem(context: Context, node: fx.Node, x: Any, index: Any) -> Any:
     if isinstance(x, tuple | list):
         return x[integer(index)]
-    return _rows(node, x, index) if isinstance(index, Value) else basic_index(x, index)
+    return _rows(node, x, index) if isinstance(index, Value) else basic_index(x, node.args[1])
 
 
 def _rows(node: fx.Node, x: Value, index: Value) -> Value:
@@ -127,7 +127,9 @@ def _rows(node: fx.Node, x: Value, index: Value) -> Value:
 
 def basic_index(x: Value, index: Any) -> Value:
     """`x[index]` for integers, slices, None and Ellipsis."""
-    entries = list(index) if isinstance(index, tuple | list) else [index]
+    if isinstance(index, list):
+        raise Opaque("places of one axis in a list")
+    entries = list(index) if isinstance(index, tuple) else [index]
     for entry in entries:
         if not (entry is None or entry is Ellipsis or isinstance(entry, slice)):
             integer(entry)

@@ -63,6 +63,8 @@ NOT_READ: dict[str, Mask] = {
         columns(k) <= rows(q) - 1 + torch.diff(torch.arange(S - 1), prepend=torch.full((2,), -1))[:, None]
     ),
     "a bound that is no integer": lambda q, k: torch.arange(1.0, S + 1, dtype=torch.long)[None, :] <= rows(q) + 1,
+    "rows in a list": lambda q, k: (columns(k) <= rows(q))[[*range(S)][::-1]],
+    "places in a list": lambda q, k: torch.arange(S)[[*range(S)][::-1]][None, :] <= rows(q),
     "transposed in place": transposed_in_place,
     "written through a view": written_through_a_view,
     "written through a view and whole": written_through_a_view_and_whole,
@@ -86,6 +88,18 @@ def test_positions_that_carry_no_shape() -> None:
         if node.target is torch.arange:
             node.meta.clear()
     assert set(graphs.conditions(graphs.site(module))) == {"mask"}
+
+
+def test_two_rows_in_a_list() -> None:
+    """`seen[[5, 4]]` are two rows, and `seen[5, 4]` is one element."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, torch.ones(S, S, dtype=torch.bool).tril()[[5, 4]])
+
+    module, given = graphs.captured(model, torch.randn(2, 4, 2, 16), *torch.randn(2, 2, 4, S, 16))
+    (place,) = graphs.check(module, given)
+    assert isinstance(place, graphs.Site)
+    assert set(graphs.conditions(place)) == {"mask"}
 
 
 def test_an_index_of_unknown_sign() -> None:

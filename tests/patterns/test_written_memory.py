@@ -187,3 +187,20 @@ def test_rotation_in_memory_of_another_kind(dtype: torch.dtype, copied: bool) ->
     module, values = exactness.capture(model, *rotation())
     sites, _ = exactness.find(module)
     assert sites == []
+
+
+@pytest.mark.parametrize("places", [[0, 1], (0, 1)])
+def test_places_in_a_list(places: list[int] | tuple[int, int]) -> None:
+    """`x[[0, 1]]` are two rows, and `x[0, 1]` is one element: in a list they are not read."""
+
+    def model(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        factor = torch.ones(2, D)
+        factor[places] = 0.5
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * torch.cat((factor[0, :1], factor[1, 1:]))
+        return x * cos + torch.cat((-x[..., HALF:], x[..., :HALF]), -1) * sin
+
+    module, values = exactness.capture(model, *rotation())
+    sites, _ = exactness.find(module)
+    exactness.assert_exact(module, values, sites)
+    weights = [site.call.tensors["weight"] for site in sites]
+    assert (weights == [None]) == isinstance(places, tuple)
