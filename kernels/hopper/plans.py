@@ -176,9 +176,7 @@ def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
         # Without a buffer for O there is no map either; the kernel does not look at the argument.
         tensor_map(*out, call.dtype, 64, template.o_lanes) if template.store_by_tma else q,
     )
-    wide = template.v_dim == 256 and seq_k >= _WIDE_KEYS_FROM
-    limit = _WIDE_BYTES_FOR_KEYS if wide else _L2_BYTES_FOR_KEYS
-    together = _heads_together(call, limit, at_least=_FORWARD_HEADS) if template.masked else 1
+    together = heads_of_forward(call, template) if template.masked else 1
     numbers = (
         *(out[1][0], out[1][2], out[1][1]), out[0][3], batch, heads, heads // kv_heads, seq_q, seq_k, together,
         *call.band(tiles), *call.scales(),
@@ -477,6 +475,12 @@ def _strides(x: Shaped) -> tuple[int, int, int]:
     """Of batch, head and row of a `[B, S, H, D]` tensor."""
     of_batch, of_row, of_head, _ = x[1]
     return of_batch, of_head, of_row
+
+
+def heads_of_forward(call: Call, template: ForwardTemplate) -> int:
+    """How many query heads run at the same time in a forward under a mask."""
+    wide = template.v_dim == 256 and call.k[0][1] >= _WIDE_KEYS_FROM
+    return _heads_together(call, _WIDE_BYTES_FOR_KEYS if wide else _L2_BYTES_FOR_KEYS, at_least=_FORWARD_HEADS)
 
 
 def _heads_together(call: Call, limit: int, *, at_least: int = 1) -> int:

@@ -43,6 +43,33 @@ def test_chunks_of_heads() -> None:
     assert _chunk(70_002, 1) == 2  # 65535 chunks are the most
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # batch, tokens, query heads, key heads, head_dim. K and V of 32 MB together,
+        ((4, 4096, 16, 16, 128), 16),
+        ((2, 8192, 32, 8, 128), 32),
+        ((16, 1024, 8, 8, 256), 32),
+        # but of four key heads at least,
+        ((1, 32768, 32, 8, 128), 16),
+        # and at head_dim 256 of 64 MB from 2k tokens on.
+        ((8, 2048, 8, 8, 256), 32),
+        ((4, 4096, 8, 8, 256), 16),
+        ((1, 16384, 8, 8, 256), 4),
+    ],
+)
+def test_heads_of_a_forward(sizes: tuple[int, int, int, int, int], expected: int) -> None:
+    """How many query heads run together."""
+    from fusion_pass.kernels.hopper.plans import Call, forward_template_of, heads_of_forward
+
+    batch, tokens, heads, kv_heads, dim = sizes
+    q, k = (torch.empty(batch, tokens, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
+    call = Call.of(problem_of(q, k, k, causal="top_left"))
+    template = forward_template_of(call)
+    assert template is not None
+    assert heads_of_forward(call, template) == expected
+
+
 @pytest.fixture
 def order_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, int]]]:
     """`plans.order_of` of a problem on 132 multiprocessors."""
