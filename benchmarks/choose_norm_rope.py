@@ -22,6 +22,8 @@ from fusion_pass.kernels.choice.form import BACKWARD, FORWARD, Form
 
 CARDS = {"NVIDIA H100 80GB HBM3": card.H100, "NVIDIA H200": card.H200}
 BACKENDS = ("triton", "cuda")
+UNSTEADY = 0.05
+"""A time whose first and third quartile are further apart than this, as a fraction of it, decides nothing."""
 PASSES = ("forward", "forward (training)", "backward")
 
 
@@ -44,6 +46,12 @@ def choices(result: Mapping[str, Any]) -> dict[str, Any]:
     measured: dict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
     for row in result["rows"]:
         times = [row["ours"] if name == result.get("backend") else row["baselines"].get(name) for name in BACKENDS]
+        spreads = [
+            row["spread"] if name == result.get("backend") else row.get("baseline_spreads", {}).get(name, 0)
+            for name in BACKENDS
+        ]
+        if any(t is not None and s > UNSTEADY * t for t, s in zip(times, spreads, strict=True)):
+            continue
         name, _, tokens = row["case"].removesuffix(" tokens").rpartition(", ")
         if None not in times:
             measured[name, row["pass"]].append((int(tokens), *times))
