@@ -39,8 +39,8 @@ def _shape(request: Request) -> tuple[int | None, ...]:
 
 
 SLOWER = (
-    # OLMo 2: 7.3 us against 6.8; a later run 6.90 against 6.95, a tie. At 1024 tokens it is 1.8x faster. On an H200 1.09x
-    # together, but its backward 0.85x.
+    # OLMo 2: 7.3 us against 6.8; a later run 6.90 against 6.95, a tie. At 1024 tokens it is 1.8x faster. On an H200
+    # 1.09x together, but the backward 0.85x.
     Slower(
         "a norm over the hidden row at one token in training",
         0.94,
