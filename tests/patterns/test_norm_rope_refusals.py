@@ -33,6 +33,10 @@ def refused(reason: str, **spelling) -> None:
         lambda x, w: (
             x * torch.rsqrt(torch.addcmul(x.pow(2).mean(-1, keepdim=True), *torch.ones(2, 1, 1, 1), value=1e-12)) * w
         ),
+        lambda x, w: x * torch.rsqrt(torch.div(x.pow(2).sum(-1, keepdim=True), D, rounding_mode="floor") + 1e-6) * w,
+        lambda x, w: x / (torch.linalg.vector_norm(x, 1, dim=-1, keepdim=True) / D**0.5) * w,
+        lambda x, w: x / (torch.linalg.vector_norm(x, ord=4, dim=-1, keepdim=True) / D**0.5) * w,
+        lambda x, w: x / (torch.norm(x, p=3, dim=-1, keepdim=True) / D**0.5) * w,
     ],
     ids=(
         "over_heads",
@@ -44,6 +48,10 @@ def refused(reason: str, **spelling) -> None:
         "tiny_eps_computed",
         "tiny_eps_subtracted",
         "tiny_eps_by_addcmul",
+        "mean_rounded_down",
+        "sum_of_magnitudes",
+        "fourth_root",
+        "cube_root",
     ),
 )
 def test_wrong_norm(norm):
@@ -384,3 +392,35 @@ def test_what_no_number_stands_for(name):
     (site,) = sites_of(Attention(before=TAKEN_FOR_DATA[name]), *inputs())
     assert site.fusion == "qk_norm_rope"
     assert site.call.options["norm"] == ("none" if name == "cut to integers" else "rms")
+
+
+def test_default_eps_in_low_precision():
+    """`F.rms_norm` without eps: that of float32 or of the tensor's dtype, by the version of torch."""
+
+    def norm(x, w):
+        return F.rms_norm(x, (D,), w)
+
+    given = [x.bfloat16() for x in inputs()]
+    low = Attention(lambda q, c, s: halves(q, c.to(q.dtype), s.to(q.dtype)), norm).bfloat16()
+    (site,), _ = find(capture(low, *given)[0])
+    assert site.call.options["norm"] == "none"
+    (site,), _ = find(capture(Attention(norm=norm), *inputs())[0])
+    assert site.call.options["eps"] == torch.finfo(torch.float32).eps
+
+
+DROPPED = {
+    "nothing": (lambda x: F.dropout(x, 0.0), True),
+    "nothing, given by name": (lambda x: F.dropout(x, p=0.0, training=True), True),
+    "outside of training": (lambda x: F.dropout(x, 0.5, False), True),
+    "something": (lambda x: F.dropout(x, 0.5), False),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropout_between_norm_and_rotation(name):
+    between, read = DROPPED[name]
+    module, values = capture(Attention(between=between), *inputs())
+    sites, _ = find(module)
+    assert [site.call.options["norm"] for site in sites] == (["rms"] if read else ["none"])
+    if read:
+        assert_exact(module, values, sites)
