@@ -1,7 +1,8 @@
 """Draw a result file of `benchmarks.norm_rope`: `python -m benchmarks.plot benchmarks/results/norm_rope-CARD.json`.
 
 One panel a pass: the fraction of a device copy over the number of tokens, one line a shape; where Inductor was
-measured, below it our time over Inductor's. Needs matplotlib (the extra `plot`). Writes a PNG beside the file.
+measured, below it our time over Inductor's. Where both our back ends were measured, of the faster one. Needs matplotlib
+(the extra `plot`). Writes a PNG beside the file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def series(rows: list[dict[str, Any]], pass_: str, against: str | None) -> Serie
         if row["pass"] != pass_:
             continue
         shape, _, tokens = row["case"].rpartition(", ")
-        value = row["bandwidth"] if against is None else row["baselines"].get(against, 0) / row["ours"]
+        times = {"ours": row["ours"], **row["baselines"]}
+        best = min(times[name] for name in ("ours", "triton", "cuda") if name in times)
+        value = row["bandwidth"] * row["ours"] / best if against is None else times.get(against, 0) / best
         if value:
             lines[shape].append((int(tokens.split()[0]), value))
     return {shape: sorted(points) for shape, points in lines.items()}
