@@ -43,6 +43,12 @@ def halved_row(table: Tensor, *, factor: float) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
+def halved_data(table: Tensor) -> Tensor:
+    table.data.div_(2)  # which the tensor's version does not count
+    return table.sum()
+
+
+@torch.compiler.allow_in_graph
 def total(table: Tensor, copies_: bool = False) -> Tensor:
     return (table.clone().div_(2) if copies_ else table).sum()
 
@@ -59,6 +65,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "function of the user's": lambda table: halved({"first": [table]}),
     "function of the user's, a part": lambda table: halved_row(table, factor=0.5),
     "function of the user's, a view": lambda table: halved_row(table[2:], factor=0.5),
+    "function of the user's, behind autograd's back": halved_data,
 }
 READS: dict[str, Callable[[Tensor], object]] = {
     "embedding": lambda table: F.embedding(IDS, table),
