@@ -59,7 +59,16 @@ def apply(context: Context, node: fx.Node, name: str, args: Sequence[Any], kwarg
         raise Opaque(f"{name}: {error}") from None  # arguments that the handler does not take
 
 
-_KEYWORDS = {"axis": "dim", "self": "x", "input": "x", "tensors": "xs"}
+_KEYWORDS = {
+    "axis": "dim",
+    "self": "x",
+    "input": "x",
+    "tensor": "x",
+    "tensors": "xs",
+    "split_size_or_sections": "split_size",
+    "split_sizes": "split_size",
+    "sections": "indices",
+}
 
 
 def tensor(x: Any) -> Value:

@@ -67,6 +67,27 @@ def test_rotation_by_einsum_of_any_axes(equation, fewer_axes):
     assert site.fusion == "qk_norm_rope"
 
 
+HALVED = {
+    "split": lambda x: torch.split(tensor=x, split_size_or_sections=HALF, dim=-1),
+    "split of a tensor": lambda x: x.split(split_size=HALF, dim=-1),
+    "split of sizes": lambda x: torch.split_with_sizes(input=x, split_sizes=[HALF, HALF], dim=-1),
+    "chunk": lambda x: torch.chunk(input=x, chunks=2, dim=-1),
+    "tensor_split": lambda x: torch.tensor_split(input=x, sections=2, dim=-1),
+    "narrow": lambda x: (torch.narrow(input=x, dim=-1, start=0, length=HALF), x.narrow(-1, start=HALF, length=HALF)),
+}
+
+
+@pytest.mark.parametrize("name", HALVED)
+def test_arguments_by_name(name):
+    def rotate(q, c, s):
+        a, b = HALVED[name](q)
+        turned = torch.cat(tensors=(torch.neg(input=b), a), axis=-1)
+        return torch.add(input=torch.mul(input=q, other=c), other=turned * s)
+
+    (site,) = sites_of(Attention(rotate), *inputs())
+    assert site.fusion == "qk_norm_rope"
+
+
 def test_without_norm():
     (site,) = sites_of(Attention(norm=None), *inputs())
     assert site.call.options["norm"] == "none"
