@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
 from fusion_pass.graph.site import Step
-from fusion_pass.graph.vocabulary import fake, written_arguments
+from fusion_pass.graph.vocabulary import fake, is_foreign, written_arguments
 
 _READS_STRIDES = frozenset(
     {"as_strided", "as_strided_scatter", "stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"}
@@ -52,7 +52,7 @@ def first_layout_reader(node: fx.Node, value: torch.Tensor, inside: frozenset[fx
     seen = set(queue)
     while queue:
         reader = heapq.heappop(queue)
-        if len(seen) > _LIMIT or _depends_by_nature(reader):
+        if len(seen) > _LIMIT or _depends_by_nature(reader) or _may_count_on(reader, values):
             return reader
         try:
             value = _evaluate(reader, values)
@@ -91,6 +91,15 @@ def steps_to_layout(original: torch.Tensor) -> tuple[Step, ...] | None:
 def _depends_by_nature(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return node.op == "output" or bool(written_arguments(node)) or name.split(".")[0] in _READS_STRIDES
+
+
+def _may_count_on(reader: fx.Node, changed: dict[fx.Node, Any]) -> bool:
+    """Whether an operator of somebody else's reads a tensor that was dense and is to have other strides: its kernel may
+    count on them. On those of a part of a packed tensor, which are not dense, none is taken to count."""
+    if not is_foreign(reader.target):
+        return False
+    before = (leaf for node in reader.all_input_nodes if node in changed for leaf in _tensors(fake(node)))
+    return any(steps_to_layout(tensor) is not None for tensor in before)
 
 
 def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

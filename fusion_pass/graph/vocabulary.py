@@ -159,6 +159,17 @@ def _is_of_pytorch(target: Any) -> bool:
     return module.split(".")[0] in ("torch", "_operator", "operator", "builtins", "math")
 
 
+@lru_cache(maxsize=8192)
+def is_foreign(target: Any) -> bool:
+    """Whether a function, or an operator of a library, is neither PyTorch's nor Python's nor ours."""
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+        return packet._qualified_op_name.split("::")[0] not in ("aten", "prims", "prim", "fusion_pass")
+    if isinstance(target, str | torch._ops.HigherOrderOperator):  # a method; what PyTorch itself calls graphs with
+        return False
+    return not _is_of_pytorch(target)
+
+
 def in_place(node: fx.Node) -> str | None:
     """For a node that writes its first argument by arithmetic (`add_`, `+=`): the canonical name of the arithmetic."""
     return _arithmetic(node.op, node.target)
