@@ -341,6 +341,11 @@ def check_tables(root: Evaluator, rotation: Rotation, cos: Operand, sin: Operand
     they are.
     """
     computed = [name for name in (_trigonometry(root, cos.node), _trigonometry(root, sin.node)) if name]
+    if rotation.cos.shape[1] == rotation.rotary_dim and computed:
+        raise Refused(
+            "The tables are computed in the graph, and their entries for the two lanes of a pair are not seen to be "
+            "equal; by two different angles it would be no rotation."
+        )
     if len(computed) < 2:
         return
     if computed[0] == {"sin"} and computed[1] == {"cos"}:

@@ -45,16 +45,6 @@ def test_given_tables_are_passed_whole():
     assert "narrow" not in [step.method for step in site.call.tensors["cos"].steps]
 
 
-def test_two_angles_a_pair():
-    """Ernie-Image has the angles of adjacent lanes and rotates halves: each lane keeps its own entry."""
-
-    def rotate(q, c, s):
-        return halves(q, *(table[..., :HALF].repeat_interleave(2, -1) for table in (c, s)))
-
-    (site,) = sites_of(Attention(rotate), *inputs())
-    assert "narrow" not in [step.method for step in site.call.tensors["cos"].steps]
-
-
 @pytest.mark.parametrize("fewer_axes", [False, True])
 @pytest.mark.parametrize("equation", ["...ij,...j->...i", "... h p i j, ... h p j -> ... h p i"])
 def test_rotation_by_einsum_of_any_axes(equation, fewer_axes):
