@@ -165,9 +165,7 @@ def is_foreign(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
         return packet._qualified_op_name.split("::")[0] not in ("aten", "prims", "prim", "fusion_pass")
-    if isinstance(target, str | torch._ops.HigherOrderOperator):  # a method; what PyTorch itself calls graphs with
-        return False
-    return not _is_of_pytorch(target)
+    return _is_of_a_user(target)
 
 
 def in_place(node: fx.Node) -> str | None:
