@@ -9,7 +9,7 @@ NEWEST_TESTS := hopper/test_compile.py test_attention_compile.py test_norm_rope_
 
 .PHONY: test-newest-triton
 test-newest-triton: $(NEWEST_VENV)/.ready
-	$(NEWEST_PYTHON) -m pytest -q $(PYTEST) -m "not exhaustive" -k "not reference" $(addprefix tests/kernels/,$(NEWEST_TESTS))
+	$(NEWEST_PYTHON) -m pytest -q $(PYTEST) -m "not exhaustive and not gpu" -k "not reference" $(addprefix tests/kernels/,$(NEWEST_TESTS))
 
 $(NEWEST_VENV)/.ready: pyproject.toml setup.py constraints.txt
 	test -x $(NEWEST_PYTHON) || $(PYTHON) -m venv $(NEWEST_VENV)
