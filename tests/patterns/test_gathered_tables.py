@@ -89,11 +89,8 @@ def test_gathered_from_a_table_of_the_graph(name):
 
 def one_token(angle: Tensor, w: Tensor, q: Tensor, k: Tensor, here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     """One query and one key `[B, 1, H, D]` at a place of a table each."""
-    angle = torch.cat((angle, angle), -1)
-    q, k = (
-        halves(rms(x, w), row.cos(), row.sin())
-        for x, row in ((q, angle[here][:, None, None]), (k, angle[there][:, None, None]))
-    )
+    rows = (torch.cat((row, row), -1)[:, None, None] for row in (angle[here], angle[there]))
+    q, k = (halves(rms(x, w), row.cos(), row.sin()) for x, row in zip((q, k), rows, strict=True))
     return q, k
 
 
@@ -109,8 +106,9 @@ def test_rows_that_are_lanes():
     looked up."""
 
     def model(x: Tensor, angle: Tensor, w: Tensor, places: Tensor) -> Tensor:
-        angle = torch.cat((angle, angle), -1).flip(0)[places][:, :, None]
-        return halves(rms(x, w), angle.cos(), angle.sin())
+        row = angle.flip(0)[places][:, :, None]
+        row = torch.cat((row, row), -1)
+        return halves(rms(x, w), row.cos(), row.sin())
 
     given = torch.randn(B, S, H, D), torch.randn(6, D // 2), torch.rand(D) + 0.5, torch.randint(0, 6, (B, S))
     (site,) = sites_of(model, *given)
