@@ -143,10 +143,14 @@ class Row:
     spread: float
     bandwidth: float | None = None
     baseline_spreads: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
+    """What else was seen, kept only where there is any."""
 
     def as_json(self) -> dict[str, object]:
         record = asdict(self)
         record["pass"] = record.pop("pass_")
+        if not self.facts:
+            del record["facts"]
         return record
 
 
