@@ -18,7 +18,7 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site, Step
-from fusion_pass.graph.vocabulary import fake_tensor, holds, layer_of, operation, sizes
+from fusion_pass.graph.vocabulary import fake_tensor, first_argument, holds, layer_of, operation, sizes
 
 from . import softmax_attention
 from .attention_repeats import AttentionRepeats
@@ -278,6 +278,8 @@ def _output(effects: Effects, attention: Attention) -> tuple[Output, tuple[fx.No
     order, chain, end = list(attention.order), [node], 0 if attention.order == _BSHD else None
     while len(chain[-1].users) == 1 and not effects.writes(chain[-1]):
         (user,) = chain[-1].users
+        if first_argument(user) is not chain[-1]:
+            break  # `x.to(result)` moves x
         axes = moved_axes(user)
         if axes is not None:
             order = [order[axis] for axis in axes]

@@ -65,7 +65,7 @@ def cast_to(element: Element, dtype: torch.dtype) -> Element:
             if isinstance(leaf, Linear) and not leaf.terms and isinstance(leaf.constant, int):
                 leaf = Number(float(leaf.constant))
             if isinstance(leaf, Number):
-                return Number(float(torch.tensor(leaf.value, dtype=torch.float64).to(dtype)))
+                return Number(_rounded(leaf.value, dtype))
             if terms.is_formula(leaf):
                 return terms.select(cast(Formula, leaf), Number(1.0), Number(0.0))
         raise Unreadable("a conversion that is not modelled")
@@ -201,6 +201,18 @@ def _float(leaf: Element) -> float:
     raise Unreadable("floating-point arithmetic on data")
 
 
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).to(dtype)) if dtype.is_floating_point else value
+
+
+def _kind(argument: Any) -> torch.Tensor | int | float:
+    """A tensor or a number of the type of an argument, as `torch.result_type` takes it."""
+    value = fake(argument) if isinstance(argument, fx.Node) else argument
+    if isinstance(value, torch.Tensor | bool):
+        return value
+    return 0.0 if isinstance(value, float | torch.SymFloat) else 0
+
+
 def _product(x: Linear, y: Linear) -> Element:
     if y.terms or not isinstance(y.constant, int):
         x, y = y, x
@@ -248,14 +260,21 @@ def _linear(element: Element) -> Linear:
 def _comparison(name: str, integers: Callable[[Linear], Formula], floats: Callable[[float], bool]) -> None:
     """`integers` and `floats` say what `x ? y` means for `x - y`."""
 
-    def compare(x: Element, y: Element) -> Element:
-        if isinstance(x, Linear) and isinstance(y, Linear):
-            return integers(terms.plus(x, y, -1))
-        a, b = _float(x), _float(y)
-        return terms.Truth(floats(a - b if a != b else 0.0))
+    def holds(a: float, b: float) -> bool:
+        return floats(a - b if a != b else 0.0)
 
     @operator(name, f"__{name}__")
     def run(reader: Reader, node: fx.Node, x: Any, other: Any) -> Element:
+        def compare(x_: Element, y_: Element) -> Element:
+            if isinstance(x_, Linear) and isinstance(y_, Linear):
+                return integers(terms.plus(x_, y_, -1))
+            a, b = _float(x_), _float(y_)
+            truth = holds(a, b)
+            if holds(_rounded(a, dtype), _rounded(b, dtype)) != truth:
+                raise Unreadable("a comparison with a number that the tensor's dtype does not hold")
+            return terms.Truth(truth)
+
+        dtype = torch.result_type(_kind(x), _kind(other))
         return terms.each_case(compare, _counted(reader.argument(x, node)), _counted(reader.argument(other, node)))
 
 

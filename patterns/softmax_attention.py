@@ -16,7 +16,7 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand
-from fusion_pass.graph.vocabulary import fake_tensor, operation, sizes
+from fusion_pass.graph.vocabulary import fake_tensor, first_argument, operation, sizes
 
 from .facts import Refused
 from .heads import Heads, number
@@ -143,7 +143,7 @@ class _Values:
                 self._check_dropout(user)
             elif not cut and _cuts_last(user):
                 cut = True
-            elif name not in CASTS or not keeps_numbers(user):
+            elif name not in CASTS or not keeps_numbers(user) or first_argument(user) is not current:
                 raise Refused(f"{user.name!r} ({name}) changes the attention weights before they meet the values.")
             self.nodes.append(user)
             current = user
@@ -185,8 +185,13 @@ class _Values:
 
     def _rescaled(self, product: fx.Node) -> tuple[Operand | None, fx.Node]:
         """Sinks as `result * sigmoid(logsumexp(scores) - sink)`, which is exp(lse) / (exp(lse) + exp(sink))."""
-        scores = self.softmax.args[0]
-        sums = [user for user in cast(fx.Node, scores).users if operation(user) == "logsumexp"]
+        scores = cast(fx.Node, self.softmax.args[0])
+        seen = self.effects.last_write(scores, self.softmax)
+        sums = [
+            user
+            for user in scores.users
+            if operation(user) == "logsumexp" and self.effects.last_write(scores, user) is seen
+        ]
         user = next(iter(product.users), None)
         if len(sums) != 1 or len(product.users) != 1 or user is None or operation(user) != "mul" or len(user.args) != 2:
             return None, product

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
+import torch
 from torch import fx
 
 from fusion_pass.graph.effects import Effects
@@ -349,6 +350,8 @@ def per_head(node: object, head: int) -> Operand | None:
     """
     current = node
     while isinstance(current, fx.Node) and operation(current) in {"expand", *_CASTS_OF_SINKS}:
+        if not keeps_numbers(current):
+            return None
         current = first_argument(current)
     tensor = fake_tensor(current)
     shape = () if tensor is None else sizes(tensor)
@@ -358,7 +361,9 @@ def per_head(node: object, head: int) -> Operand | None:
     while isinstance(current, fx.Node) and (tensor := fake_tensor(current)) is not None:
         if tensor.dim() == 1:
             return Operand(current)
-        if operation(current) not in {"view", "unsqueeze", *_CASTS_OF_SINKS}:
+        if operation(current) not in {"view", "unsqueeze", *_CASTS_OF_SINKS} or not keeps_numbers(current):
             return None
+        if operation(current) == "view" and tensor.dtype != cast(torch.Tensor, fake_tensor(current.args[0])).dtype:
+            return None  # its bits as other numbers
         current = first_argument(current)
     return None

@@ -32,6 +32,12 @@ def _numeric(node: fx.Node) -> None:
         fake = fake_tensor(argument)
         if fake is not None and fake.dtype == torch.bool:
             raise Opaque("arithmetic on truth values")
+        if fake is not None and fake.is_floating_point() and result is not None and not _holds_fractions(result):
+            raise Opaque("fractions cut to integers")
+
+
+def _holds_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _unary(*names: str) -> Callable[[Callable[[Array], Array]], None]:
@@ -201,7 +207,9 @@ def _spelled(names: list[str], result: str, ranks: Sequence[int]) -> tuple[list[
 
 
 @handler("einsum")
-def _einsum(context: Context, node: fx.Node, equation: str, *operands: Any) -> Value:
+def _einsum(context: Context, node: fx.Node, equation: Any, *operands: Any) -> Value:
+    if not isinstance(equation, str):
+        raise Opaque("einsum of axes in lists")
     values = sizes_argument(operands)
     inputs, _, result = equation.replace(" ", "").partition("->")
     names = inputs.split(",")

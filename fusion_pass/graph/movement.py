@@ -44,7 +44,7 @@ for _name in CASTS:
     handler(_name)(_cast)
 
 
-@handler("conj_physical")
+@handler("resolve_conj", "resolve_neg")
 def _keep(context: Context, node: fx.Node, x: Value) -> Value:
     return x
 

@@ -51,7 +51,7 @@ _ALIASES = {
     "expand_as": "expand",
     "linalg_vector_norm": "vector_norm",
     "_conj": "conj",
-    "resolve_conj": "conj_physical",
+    "conj_physical": "conj",
     "matmul": "matmul",
     "bmm": "matmul",
     "mm": "matmul",

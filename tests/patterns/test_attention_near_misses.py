@@ -82,6 +82,13 @@ def written_and_overwritten(s: Tensor, x: Tensor) -> Tensor:
     return s
 
 
+def share_of_earlier_scores(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    s = scores(q, k)
+    total = s.logsumexp(-1)
+    s.mul_(2.0)
+    return (s.softmax(-1) @ v) * (total - x[0, :, 0, 0].unsqueeze(-1)).sigmoid().unsqueeze(-1)
+
+
 READ: dict[str, Model] = {
     "plain": changed(lambda s, x: s),
     "a product that adds": lambda *args: added_by_product(*args, alpha=0.3),
@@ -93,6 +100,12 @@ READ: dict[str, Model] = {
     "any axes": lambda q, k, v, x: torch.einsum("...qd,...kd->...qk", q, k).softmax(-1) @ v,
     "letters": lambda q, k, v, x: torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1) @ v,
     "less the maximum": changed(lambda s, x: s - s.amax(-1, keepdim=True)),
+    "beside a tensor that takes the result's dtype": lambda q, k, v, x: v.to(scores(q, k).softmax(-1) @ v).transpose(
+        1, 2
+    ),
+    "beside a tensor that takes the result's shape": lambda q, k, v, x: v.view_as(
+        scores(q, k).softmax(-1) @ v
+    ).transpose(1, 2),
 }
 
 NOT_READ: dict[str, Model] = {
@@ -150,6 +163,13 @@ NOT_READ: dict[str, Model] = {
     "values by name": lambda q, k, v, x: torch.matmul(input=scores(q, k).softmax(-1), other=v),
     "a share by name": lambda q, k, v, x: torch.mul(
         input=(s := scores(q, k)).softmax(-1) @ v, other=(s.logsumexp(-1) - x[:, :, :, 0]).sigmoid()[..., None]
+    ),
+    "a tensor that takes the weights' dtype": lambda q, k, v, x: x.to(scores(q, k).softmax(-1)) @ v,
+    "a tensor of the weights' type": lambda q, k, v, x: x.type_as(scores(q, k).softmax(-1)) @ v,
+    "a share of earlier scores": share_of_earlier_scores,
+    "a sink cut to an integer": with_sink(lambda s, column: torch.cat((s, column.to(torch.int64).to(s.dtype)), -1)),
+    "the bits of a sink": with_sink(
+        lambda s, column: torch.cat((s, column[:1, :, :1].to(torch.half).view(torch.bfloat16).float().expand(B, H, S, 1)), -1)
     ),
     "values in front": lambda q, k, v, x: v @ scores(q, k).softmax(-1),
 }  # fmt: skip

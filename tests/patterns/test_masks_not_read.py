@@ -63,6 +63,8 @@ NOT_READ: dict[str, Mask] = {
         columns(k) <= rows(q) - 1 + torch.diff(torch.arange(S - 1), prepend=torch.full((2,), -1))[:, None]
     ),
     "a bound that is no integer": lambda q, k: torch.arange(1.0, S + 1, dtype=torch.long)[None, :] <= rows(q) + 1,
+    "a number that float32 does not hold": lambda q, k: torch.full((S, S), -1e38).triu(1) != -1e38,
+    "a number that bfloat16 does not hold": lambda q, k: torch.full((S, S), -1e9, dtype=torch.bfloat16).triu(1) > -1e9,
     "rows in a list": lambda q, k: (columns(k) <= rows(q))[[*range(S)][::-1]],
     "places in a list": lambda q, k: torch.arange(S)[[*range(S)][::-1]][None, :] <= rows(q),
     "transposed in place": transposed_in_place,

@@ -403,6 +403,26 @@ def test_what_no_number_stands_for(name):
     assert site.call.options["norm"] == ("none" if name == "cut to integers" else "rms")
 
 
+def test_sum_of_integers():
+    """`sum(dtype=...)` cuts what it adds, so it is no mean of squares."""
+
+    def norm(x, w):
+        return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True, dtype=torch.int64) / D + 1e-6) * w
+
+    with torch.no_grad():  # there is no gradient of integers
+        refused("not provably", norm=norm)
+
+
+def test_pairs_that_are_conjugated():
+    """`conj_physical` changes numbers, `resolve_conj` does not."""
+
+    def rotate(q, c, s):
+        pairs = torch.view_as_complex(q.unflatten(-1, (HALF, 2)))
+        return torch.view_as_real(pairs.conj_physical() * torch.complex(c[..., :HALF], s[..., :HALF])).flatten(-2)
+
+    refused("a reflection, not a rotation", rotate=rotate, norm=None)
+
+
 def test_default_eps_in_low_precision():
     """`F.rms_norm` without eps: that of float32 or of the tensor's dtype, by the version of torch."""
 

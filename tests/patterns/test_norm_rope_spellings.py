@@ -57,6 +57,20 @@ def test_rotation_by_einsum_of_any_axes(equation, fewer_axes):
     assert site.fusion == "qk_norm_rope"
 
 
+def test_rotation_by_einsum_of_axes_in_lists():
+    """It is not read, and is no error."""
+
+    def rotate(q, c, s):
+        c, s = c[..., :HALF], s[..., :HALF]
+        m = torch.stack((c, -s, s, c), -1).unflatten(-1, (2, 2))
+        return torch.einsum(
+            m, [0, 1, 2, 3, 4, 5], q.unflatten(-1, (HALF, 2)), [0, 1, 2, 3, 5], [0, 1, 2, 3, 4]
+        ).flatten(-2)
+
+    module, _ = capture(Attention(rotate, norm=None), *inputs())
+    assert find(module) == ([], [])
+
+
 HALVED = {
     "split": lambda x: torch.split(tensor=x, split_size_or_sections=HALF, dim=-1),
     "split of a tensor": lambda x: x.split(split_size=HALF, dim=-1),
