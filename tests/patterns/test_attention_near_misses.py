@@ -168,8 +168,8 @@ NOT_READ: dict[str, Model] = {
     "a tensor of the weights' type": lambda q, k, v, x: x.type_as(scores(q, k).softmax(-1)) @ v,
     "a share of earlier scores": share_of_earlier_scores,
     "a sink cut to an integer": with_sink(lambda s, column: torch.cat((s, column.to(torch.int64).to(s.dtype)), -1)),
-    "the bits of a sink": with_sink(
-        lambda s, column: torch.cat((s, column[:1, :, :1].to(torch.half).view(torch.bfloat16).float().expand(B, H, S, 1)), -1)
+    "a share of the bits of a number": rescaled(
+        lambda s, x: (s.logsumexp(-1) - x.to(torch.half).view(torch.bfloat16).float()).sigmoid().unsqueeze(-1)
     ),
     "values in front": lambda q, k, v, x: v @ scores(q, k).softmax(-1),
 }  # fmt: skip
