@@ -38,6 +38,7 @@ def form_of(shape: Shape, direction: str) -> Form:
         mrope_layout=shape.mrope_layout,
         partial=shape.rotary_dim < shape.head_dim,
         moved=shape.packed and direction != "forward",
+        hidden=shape.norm_scope == "hidden",
     )
 
 

@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from .. import registry
 from ..card import card_of
+from ..cuda.hidden import over_rows
+from ..cuda.hidden import unsupported as rows_unsupported
 from ..options import Options
 from ..replay import Work
 from ..streams import Backend, Copy, Gradients, GradStream, Stream, Tables
@@ -33,6 +36,8 @@ def forward(
 
     if _counted(tables) or any(stream.out is stream.x for stream in streams):
         return launches("cuda")
+    if _too_long([stream.out for stream in streams], streams[0].x.element_size(), options):
+        return launches("triton")
     site = forward_site(streams, tables, options, copy)
     return launches(choice(site, streams[0].x.device, launches))
 
@@ -51,6 +56,10 @@ def backward(
 
     if _counted(tables):
         return gradients("cuda")
+    grads = [stream.grad for stream in streams]
+    read = streams[0].x if streams[0].x is not None else grads[0]
+    if _too_long(grads, read.element_size(), options):
+        return gradients("triton")
     site = backward_site(streams, tables, options, copy, needs_tables)
     return gradients(choice(site, streams[0].grad.device, lambda name: gradients(name).works))
 
@@ -68,6 +77,12 @@ def choice(site: Site, device: torch.device, launches: Callable[[str], Sequence[
 def _counted(tables: Tables | None) -> bool:
     """Positions are counted: CUDA C++ does so in its kernel, Triton needs several kernels before."""
     return tables is not None and tables.counted is not None
+
+
+def _too_long(by_head: Sequence[Tensor], itemsize: int, options: Options) -> bool:
+    """A norm over rows that CUDA C++ does not take: a request does not say how many heads k has."""
+    heads = [t.shape[2] for t in by_head]
+    return over_rows(options) and rows_unsupported(options, by_head[0].shape[3], heads, itemsize) is not None
 
 
 def _backend(name: str) -> Backend:

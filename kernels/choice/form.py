@@ -16,8 +16,8 @@ class Form:
     """One kind of call. Two calls of one form run the same instructions for a head; only the numbers of heads and
     tokens differ.
 
-    `itemsize`: bytes of an element of the activations. `norm`: there is one (over a head: a norm over the hidden row
-    is Triton's alone). `partial`: some lanes are not rotated. `moved`: v is copied in the same pass.
+    `itemsize`: bytes of an element of the activations. `norm`: there is one; `hidden`: over all heads of a token.
+    `partial`: some lanes are not rotated. `moved`: v is copied in the same pass.
     """
 
     direction: str
@@ -28,6 +28,7 @@ class Form:
     mrope_layout: str
     partial: bool
     moved: bool
+    hidden: bool = False
 
     @property
     def padded(self) -> bool:
@@ -67,7 +68,7 @@ def forward_site(streams: Sequence[Stream], tables: Tables | None, options: Opti
     form = _form(FORWARD, head_dim, streams[0].x.element_size(), options, copy)
     size = Size(sum(stream.out.shape[2] for stream in streams), batch * sequence)
     dtypes = (streams[0].x.dtype, streams[0].out.dtype)
-    return Site(form, size, _usual(streams, tables, head_dim), _details(streams, tables, options, dtypes))
+    return Site(form, size, _usual(streams, tables, form), _details(streams, tables, options, dtypes))
 
 
 def backward_site(
@@ -79,7 +80,7 @@ def backward_site(
     size = Size(sum(stream.grad.shape[2] for stream in streams), batch * sequence)
     needed = [(s.dx is not None, s.needs_weight, s.needs_bias) for s in streams]
     details = _details(streams, tables, options, (streams[0].grad.dtype, *needed, needs_tables))
-    return Site(form, size, _usual(streams, tables, head_dim) and not needs_tables, details)
+    return Site(form, size, _usual(streams, tables, form) and not needs_tables, details)
 
 
 def _form(direction: str, head_dim: int, itemsize: int, options: Options, copy: Copy | None) -> Form:
@@ -92,12 +93,14 @@ def _form(direction: str, head_dim: int, itemsize: int, options: Options, copy: 
         mrope_layout=options.mrope_layout,
         partial=0 < options.rotary_dim < head_dim,
         moved=copy is not None,
+        hidden=options.norm != "none" and options.norm_scope == "hidden",
     )
 
 
-def _usual(streams: Sequence[Stream] | Sequence[GradStream], tables: Tables | None, head_dim: int) -> bool:
+def _usual(streams: Sequence[Stream] | Sequence[GradStream], tables: Tables | None, form: Form) -> bool:
     return (tables is None or tables.positions is None) and all(
-        stream.bias is None and (stream.weight is None or stream.weight.numel() == head_dim) for stream in streams
+        stream.bias is None and (stream.weight is None or form.hidden or stream.weight.numel() == form.head_dim)
+        for stream in streams
     )
 
 

@@ -6,9 +6,9 @@ the one of its architecture whose memory is nearest in speed.
 
 A call is decided by the row whose form is the call's and whose size is nearest (of the heads first, then of the
 tokens, by ratio). Where that form was not measured the one with the nearest head_dim stands in, then one that differs
-in whether v is moved, in sectioned MRoPE, or in whether some lanes pass. Size of the elements, norm, pairing,
-interleaved MRoPE and padding of head_dim decide too much: no other row stands in for them. A call without a row is
-Triton's.
+in whether v is moved, in sectioned MRoPE, or in whether some lanes pass. Size of the elements, norm and what it is
+over, pairing, interleaved MRoPE and padding of head_dim decide too much: no other row stands in for them. A call
+without a row is Triton's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def nearest(form: Form, size: Size, among: Sequence[Row]) -> Row | None:
 
 def _decisive(form: Form) -> tuple[object, ...]:
     interleaved = form.mrope_layout == "interleaved"
-    return form.direction, form.itemsize, form.norm, form.pairing, interleaved, form.padded
+    return form.direction, form.itemsize, form.norm, form.hidden, form.pairing, interleaved, form.padded
 
 
 def _distance(form: Form, size: Size, row: Row) -> tuple[float, ...]:

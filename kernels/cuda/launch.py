@@ -23,6 +23,7 @@ from .instance import WIDEST, Instance
 
 _INVALID_CONTEXT = 201
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_MAX_DYNAMIC_SHARED_BYTES = 8
 _KEPT_STREAMS = 64
 _Pointer = ctypes.c_void_p * 1
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -61,11 +62,11 @@ class Launch:
     """A kernel with all its arguments but the addresses; see `kernels/replay.py`.
 
     `overlaps`: it waits by itself for the kernel before it (`griddepcontrol.wait`), so that it may be set up while that
-    one still runs: programmatic dependent launch, on sm_90 and later.
+    one still runs: programmatic dependent launch, on sm_90 and later. `shared`: bytes of dynamic shared memory.
     """
 
     __slots__ = (
-        "_configs", "_functions", "_grid", "_index", "_overlaps", "_scalars", "_slots", "_threads", "_words",
+        "_configs", "_functions", "_grid", "_index", "_overlaps", "_scalars", "_shared", "_slots", "_threads", "_words",
         "instance", "repeatable",
     )  # fmt: skip
 
@@ -77,6 +78,7 @@ class Launch:
         arguments: Arguments,
         device: torch.device,
         overlaps: bool = False,
+        shared: int = 0,
     ) -> None:
         if grid >= 2**31:
             raise ValueError(f"{instance.name} needs {grid} blocks, and a launch takes 2^31 - 1; split the sequence.")
@@ -84,6 +86,7 @@ class Launch:
         self.instance = replace(instance, constants={**instance.constants, "ARGUMENT_WORDS": len(arguments.words)})
         self.repeatable = True
         self._grid, self._threads, self._index, self._overlaps = grid, threads, device.index, overlaps
+        self._shared = shared
         self._words = array("Q", arguments.words)
         self._slots, self._scalars = tuple(arguments.slots), frozenset(arguments.scalars)
         # By the alignment of the addresses, which may narrow the accesses: the kernel and what keeps it loaded.
@@ -132,7 +135,7 @@ class Launch:
         if self._overlaps and torch.cuda.get_device_capability(self._index)[0] >= 9:
             attributes = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
         config = _LaunchConfig(
-            *(self._grid, 1, 1, self._threads, 1, 1, 0, stream),
+            *(self._grid, 1, 1, self._threads, 1, 1, self._shared, stream),
             ctypes.pointer(attributes) if attributes else None,
             1 if attributes else 0,
         )
@@ -144,6 +147,12 @@ class Launch:
     def _load(self, alignment: int) -> tuple[int, Any]:
         major, minor = torch.cuda.get_device_capability(self._index)
         kernel = load(self.instance.source(alignment), f"sm_{major}{minor}", self.instance.name)
+        if self._shared:
+            # More than 48 KB has to be asked for.
+            of_kernel = int(kernel.handle), self._index
+            error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED_BYTES, self._shared, *of_kernel)
+            if error:
+                raise RuntimeError(f"cuKernelSetAttribute of {self.instance.name} failed with CUDA error {error}.")
         self._functions[alignment] = int(kernel.handle), kernel
         return self._functions[alignment]
 
@@ -177,4 +186,5 @@ def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
     pointer = ctypes.c_void_p
     library.cuLaunchKernelEx.argtypes = [ctypes.POINTER(_LaunchConfig), pointer, ctypes.POINTER(pointer), pointer]
+    library.cuKernelSetAttribute.argtypes = [ctypes.c_int, ctypes.c_int, pointer, ctypes.c_int]
     return library

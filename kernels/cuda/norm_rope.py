@@ -16,6 +16,8 @@ from ..card import H100, Card, card_of
 from ..options import Options
 from ..replay import Work
 from ..streams import Copy, Gradients, GradStream, Stream, Tables, arithmetic_dtype
+from . import hidden
+from .hidden import over_rows
 from .instance import (
     ELEMENTS,
     Access,
@@ -41,20 +43,19 @@ _SUM_COLUMNS, _SUM_THREADS = 8, 256
 _VECTORS_A_THREAD = 4
 
 
-def unsupported(options: Options, head_dim: int) -> str | None:
-    """None, or why these options cannot be computed here."""
-    if options.norm != "none" and options.norm_scope == "hidden":
-        return "norm_scope is 'hidden', it takes 'head'."
+def unsupported(options: Options, head_dim: int, heads: Sequence[int], itemsize: int) -> str | None:
+    """None, or why this cannot be computed here. `heads`: of q and of k; `itemsize`: bytes of an element of them."""
     if head_dim % 2 or head_dim > 512:
         return f"head_dim is {head_dim}, it takes even ones up to 512."
-    return None
+    return hidden.unsupported(options, head_dim, heads, itemsize) if over_rows(options) else None
 
 
 def forward(
     streams: Sequence[Stream], tables: Tables | None, options: Options, copy: Copy | None = None
 ) -> Sequence[Work] | None:
     """See `streams.Backend`."""
-    work = forward_work(streams, tables, options, copy, card_of(streams[0].x.device))
+    multiprocessors, _, card = _device_facts(streams[0].x.device)
+    work = forward_work(streams, tables, options, copy, card, multiprocessors=multiprocessors)
     _launch(work)
     return [work]
 
@@ -80,6 +81,7 @@ def forward_work(
     copy: Copy | None = None,
     card: Card = H100,
     transposed: bool = False,
+    multiprocessors: int = 132,
 ) -> Work:
     """The launch that fills `out` of every stream, and of `copy`.
 
@@ -90,9 +92,10 @@ def forward_work(
     inputs, results = [s.x for s in streams], [s.out for s in streams]
     moved = [] if copy is None else [copy.x, copy.out]
     by_head = inputs if transposed else results
-    _check(options, by_head[0].shape[3])
+    _check(options, by_head, q.x.element_size())
     site = Site(options, tables, by_head, None if copy is None else copy.x, [*inputs, *results, *moved])
-    parameters = Parameters(streams, site.heads, options.norm == "rms_one_plus")
+    rows = over_rows(options)
+    parameters = Parameters(streams, site.heads, site.head_dim, options.norm == "rms_one_plus", rows)
     acc = arithmetic_dtype(q.x.dtype, q.out.dtype)
     slots = slot_constants(q.x.element_size(), site.head_dim, options)
     pairs = int(slots["PAIRS"])
@@ -112,13 +115,16 @@ def forward_work(
         "PARAM_BYTES": parameters.access(pairs),
     }
     types = {"In": ELEMENTS[q.x.dtype], "Out": ELEMENTS[q.out.dtype], "Acc": ELEMENTS[acc]}
-    tile = forward_tile(constants, accesses, acc.itemsize, card)
+    if rows:
+        tile = hidden.forward_tile(constants, accesses, card)
+    else:
+        tile = forward_tile(constants, accesses, acc.itemsize, card)
     ahead = prefetched_tokens(site.tokens, sum(site.heads[:2]) * site.head_dim * q.x.element_size(), card)
     if not ahead:
         # Code that is only passed by has to be fetched all the same.
         tile = tile._replace(prefetches="")
     instance = Instance(
-        "forward",
+        "hidden_forward" if rows else "forward",
         {**types, **site.tables.types(), **parameters.types()},
         {**constants, **tile_constants(tile)},
         accesses,
@@ -128,13 +134,20 @@ def forward_work(
         site.write_heads(arguments, tensor)
     parameters.write(arguments)
     site.write_tables(arguments)
-    groups = -(-(site.heads[0] + site.heads[1]) // (heads_per_warp(slots) * tile.unroll))
-    blocks = -(-site.tokens * groups // tile.warps)
-    arguments.integers(blocks, ahead)
+    shared = 0
+    if rows:
+        blocks = hidden.blocks(tile, site.tokens, multiprocessors) if tile.stages else site.tokens
+        shared = hidden.shared_bytes(instance.constants, q.x.element_size(), 1)
+        arguments.integers(blocks)
+    else:
+        groups = -(-(site.heads[0] + site.heads[1]) // (heads_per_warp(slots) * tile.unroll))
+        blocks = -(-site.tokens * groups // tile.warps)
+        arguments.integers(blocks, ahead)
     site.write_size(arguments)
     arguments.real(options.eps or 0.0)
     grid = blocks + _moving_blocks(site, slots, tile.warps)
-    return Work(Launch(instance, grid, 32 * tile.warps, arguments, q.x.device, overlaps=True), arguments.tensors)
+    launch = Launch(instance, grid, 32 * tile.warps, arguments, q.x.device, overlaps=True, shared=shared)
+    return Work(launch, arguments.tensors)
 
 
 class BackwardWork:
@@ -154,7 +167,6 @@ class BackwardWork:
         overlaps: bool,
         card: Card = H100,
     ) -> None:
-        _check(options, streams[0].grad.shape[3])
         self._streams, self._tables, self._options, self._copy = streams, tables, options, copy
         self._grads = [s.grad for s in streams]
         self._read = [s.x for s in streams if s.x is not None]
@@ -162,9 +174,12 @@ class BackwardWork:
         moved = [] if copy is None else [copy.x, copy.out]
         activations = [*self._grads, *self._read, *self._filled, *moved]
         self._site = Site(options, tables, self._grads, None if copy is None else copy.x, activations)
-        self._parameters = Parameters(streams, self._site.heads, options.norm == "rms_one_plus")
+        self._rows = over_rows(options)
+        one_plus = options.norm == "rms_one_plus"
+        self._parameters = Parameters(streams, self._site.heads, self._site.head_dim, one_plus, self._rows)
         self._acc = arithmetic_dtype(*(t.dtype for t in activations))
         in_dtype = next((t.dtype for t in (*self._read, *self._filled)), self._grads[0].dtype)
+        _check(options, self._grads, in_dtype.itemsize)
         self._slots = slot_constants(in_dtype.itemsize, self._site.head_dim, options)
         self._types = {
             "In": ELEMENTS[in_dtype],
@@ -232,24 +247,32 @@ class BackwardWork:
             # v is moved beside the sums, which would leave the card idle otherwise.
             constants["V_HEADS"], copy = 0, None
         accesses = self._accesses()
-        tile = backward_tile(constants, accesses, self._acc.itemsize, card, packed=self._copy is not None)
+        if self._rows:
+            tile = hidden.backward_tile(constants, accesses, card)
+        else:
+            tile = backward_tile(constants, accesses, self._acc.itemsize, card, packed=self._copy is not None)
         if not self._heads_adjoin():
             tile = tile._replace(heads_a_copy=1)
         constants["DEFERS"] = overlaps and self._may_defer(tile)
         deferred = deferred_tokens(site.tokens, self._dx_bytes()) if constants["DEFERS"] else 0
-        instance = Instance("backward", self._types, {**constants, **tile_constants(tile)}, accesses)
+        kernel = "hidden_backward" if self._rows else "backward"
+        instance = Instance(kernel, self._types, {**constants, **tile_constants(tile)}, accesses)
         self._groups = groups = -(-(site.heads[0] + site.heads[1]) // heads_per_warp(self._slots))
-        # Every slice of the tokens is walked by all groups of heads: whole rounds of groups fill whole blocks.
-        round_ = groups // math.gcd(groups, tile.warps)
-        needed = -(-site.tokens * groups // tile.warps)
-        blocks = -(-needed // round_)
-        if self._kinds:
-            blocks = min(blocks, max(1, multiprocessors * tile.blocks // round_))
-        blocks *= round_
+        if self._rows:
+            blocks = hidden.blocks(tile, site.tokens, multiprocessors)
+        else:
+            # Every slice of the tokens is walked by all groups of heads: whole rounds of groups fill whole blocks.
+            round_ = groups // math.gcd(groups, tile.warps)
+            needed = -(-site.tokens * groups // tile.warps)
+            blocks = -(-needed // round_)
+            if self._kinds:
+                blocks = min(blocks, max(1, multiprocessors * tile.blocks // round_))
+            blocks *= round_
         partial = None
         if self._kinds:
             columns = len(self._kinds) * sum(self._parameters.columns(i) for i in range(len(streams)))
-            rows = blocks * tile.warps // groups if self._parameters.per_head else blocks
+            by_slice = self._parameters.per_head and not self._rows
+            rows = blocks * tile.warps // groups if by_slice else blocks
             pitch = -(-columns // _SUM_COLUMNS) * _SUM_COLUMNS
             partial = torch.empty((rows, pitch), dtype=self._acc, device=self._grads[0].device)
             self._scratch.append(partial)
@@ -262,9 +285,11 @@ class BackwardWork:
             *(*_padded([s.dx for s in streams], 2), filled),
         ):
             site.write_heads(arguments, tensor)
-        self._write_rest(arguments, [partial], blocks, site.tokens - deferred)
+        stored = () if self._rows else (site.tokens - deferred,)
+        self._write_rest(arguments, [partial], blocks, *stored)
         grid = blocks + (0 if copy is None else _moving_blocks(site, self._slots, tile.warps))
-        self._add(instance, grid, 32 * tile.warps, arguments, overlaps=True)
+        shared = hidden.shared_bytes(instance.constants, accesses["IN_BYTES"].itemsize, 2) if self._rows else 0
+        self._add(instance, grid, 32 * tile.warps, arguments, overlaps=True, shared=shared)
         if partial is not None:
             self._add_sums(partial, instance, deferred)
 
@@ -279,7 +304,8 @@ class BackwardWork:
     def _may_defer(self, tile: Tile) -> bool:
         """dx of some tokens may be left to the launch that adds up the sums: that has blocks like these, and no v."""
         filled = len(self._filled) == len(self._streams)
-        return bool(self._kinds) and self._copy is None and filled and 32 * tile.warps == _SUM_THREADS
+        whole = self._copy is None and filled and not self._rows
+        return bool(self._kinds) and whole and 32 * tile.warps == _SUM_THREADS
 
     def _heads_adjoin(self) -> bool:
         """The heads of a token of x, and of its gradient, follow each other in memory."""
@@ -336,7 +362,7 @@ class BackwardWork:
         shape = (site.batch, site.length, entries)
         self._dcos = torch.empty(shape, dtype=self._acc, device=self._grads[0].device)
         self._dsin = torch.empty_like(self._dcos)
-        constants = {**self._constants(), "WARPS": warps, "V_HEADS": 0}
+        constants = {**self._constants(), "HIDDEN": self._rows, "WARPS": warps, "V_HEADS": 0}
         arguments = Arguments()
         for tensor in (*_padded(self._grads, 2), *_padded([s.x for s in self._streams], 2)):
             site.write_heads(arguments, tensor)
@@ -353,8 +379,16 @@ class BackwardWork:
         self._site.write_size(arguments)
         arguments.real(self._options.eps or 0.0)
 
-    def _add(self, instance: Instance, blocks: int, threads: int, arguments: Arguments, overlaps: bool = False) -> None:
-        launch = Launch(instance, blocks, threads, arguments, self._grads[0].device, overlaps)
+    def _add(
+        self,
+        instance: Instance,
+        blocks: int,
+        threads: int,
+        arguments: Arguments,
+        overlaps: bool = False,
+        shared: int = 0,
+    ) -> None:
+        launch = Launch(instance, blocks, threads, arguments, self._grads[0].device, overlaps, shared)
         self.works.append(Work(launch, arguments.tensors))
 
 
@@ -368,8 +402,8 @@ def _padded(tensors: Sequence[Tensor | None], count: int) -> list[Tensor | None]
     return [*tensors, *[None] * (count - len(tensors))]
 
 
-def _check(options: Options, head_dim: int) -> None:
-    reason = unsupported(options, head_dim)
+def _check(options: Options, by_head: Sequence[Tensor], itemsize: int) -> None:
+    reason = unsupported(options, by_head[0].shape[3], [t.shape[2] for t in by_head], itemsize)
     if reason is not None:
         raise NotImplementedError(f"backend='cuda' cannot compute this: {reason} Pass backend='auto'.")
 

@@ -40,13 +40,21 @@ class ParameterGradient:
 
 
 class Parameters:
-    """Of one or two streams. `heads`: how many each of them has."""
+    """Of one or two streams. `heads`: how many each of them has; `hidden`: a parameter is one row of all heads, which
+    the kernels take as one row a head."""
 
-    def __init__(self, streams: Sequence[Stream] | Sequence[GradStream], heads: Sequence[int], one_plus: bool) -> None:
+    def __init__(
+        self,
+        streams: Sequence[Stream] | Sequence[GradStream],
+        heads: Sequence[int],
+        head_dim: int,
+        one_plus: bool,
+        hidden: bool = False,
+    ) -> None:
         given = {"weight": [s.weight for s in streams], "bias": [s.bias for s in streams]}
         present = [p for kind in KINDS for p in given[kind] if p is not None]
-        self.head_dim = present[0].shape[-1] if present else 0
-        self.per_head = any(p.dim() > 1 for p in present)
+        self.head_dim = head_dim
+        self.per_head = hidden or any(p.dim() > 1 for p in present)
         self.dtype = torch.float32
         if present:
             self.dtype = present[0].dtype
@@ -67,7 +75,7 @@ class Parameters:
         like = next(p for kind in KINDS for p in self.given[kind] if p is not None)
         if parameter is None:
             parameter = torch.full((self.head_dim,), neutral, dtype=self.dtype, device=like.device)
-        if self.per_head and parameter.dim() == 1:
+        if self.per_head and parameter.shape == (self.head_dim,):
             parameter = parameter.expand(heads, -1)
         return parameter.to(self.dtype).contiguous()
 
@@ -98,7 +106,9 @@ class Parameters:
         """An unfilled gradient."""
         parameter = self.given[kind][stream]
         assert parameter is not None
-        shape = (self.heads[stream], self.head_dim) if self.per_head else (self.head_dim,)
+        shape: tuple[int, ...] = (self.heads[stream], self.head_dim) if self.per_head else (self.head_dim,)
+        if parameter.numel() == self.columns(stream):
+            shape = parameter.shape
         return ParameterGradient(torch.empty(shape, dtype=self.dtype, device=parameter.device), parameter)
 
     def columns(self, stream: int) -> int:

@@ -71,7 +71,7 @@ def forward_tile(
     words = _words(constants, accesses, acc_bytes)
     if words > 48:
         return Tile(4, 2 if words > 80 else 4)
-    tiles = FORWARD if _wide(accesses) else NARROW_TABLES
+    tiles = FORWARD if wide_tables(accesses) else NARROW_TABLES
     measured = nearest(card, tiles) or H100
     prefetches = _prefetches(constants, accesses) if PREFETCHED_BYTES[measured] else ""
     return tiles[measured]._replace(prefetches=prefetches)
@@ -93,7 +93,7 @@ def backward_tile(
     """For an instance of the backward. `packed`: v is moved, too."""
     words = _words(constants, accesses, acc_bytes)
     # Few wide loads go before those of the heads, many narrow ones after them.
-    tables = "first" if _wide(accesses) else "last"
+    tables = "first" if wide_tables(accesses) else "last"
     if words > 96:
         return Tile(4, 2, tables=tables)
     # Lanes that change places cost registers beyond what is counted.
@@ -138,7 +138,7 @@ def _prefetches(constants: Mapping[str, Constant], accesses: Mapping[str, Access
     if constants["NORM"] == "NO_NORM" or constants["GATHER"] or constants["COUNTED"] or constants["CHUNKS"] != 1:
         return ""
     head_bytes = int(constants["HEAD_DIM"]) * accesses["IN_BYTES"].itemsize
-    if not _wide(accesses):
+    if not wide_tables(accesses):
         return "tables"
     if head_bytes >= 512:
         return "heads"
@@ -172,7 +172,7 @@ def _copies_tables(constants: Mapping[str, Constant], accesses: Mapping[str, Acc
     )
 
 
-def _wide(accesses: Mapping[str, Access]) -> bool:
+def wide_tables(accesses: Mapping[str, Access]) -> bool:
     """Entries of the tables are read several at a time."""
     return accesses["TABLE_BYTES"].bytes > accesses["TABLE_BYTES"].itemsize
 

@@ -198,12 +198,10 @@ def test_one_of_two_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = registry.kernels("qk_norm_rope")[0]
     assert measured.name == "measured"
     assert measured.available() == "it takes the faster of triton and cuda, and here triton and cuda cannot run."
-    request = Request(
-        "qk_norm_rope", torch.device("cuda"), {}, {"q": (1, 1, 32, 128)}, {"norm_scope": "hidden", "norm": "rms"}
-    )
+    request = Request("qk_norm_rope", torch.device("cuda"), {}, {"q": (1, 1, 32, 127)}, {"norm": "rms"})
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
         assert measured.supports(request) == (
-            "only one of the two computes this; cuda: norm_scope is 'hidden', it takes 'head'."
+            "only one of the two computes this; cuda: head_dim is 127, it takes even ones up to 512."
         )
 
 

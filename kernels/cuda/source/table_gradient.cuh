@@ -3,11 +3,11 @@
 //   dcos_a = sum g_a n_a,   dcos_b = sum g_b n_b,   dsin_a = -sum g_a n_b,   dsin_b = sum g_b n_a
 //
 // n is the rotation's input (norm(x), or x where the norm comes last), g the gradient of its result. One warp takes
-// one token and walks over its heads, so the order of the sums is fixed. Tables are rarely trained: this reads x and g
-// once more and leaves the kernel of backward.cuh without these registers.
+// one token and walks over its heads, so the order of the sums is fixed; before that, where the norm is over the whole row
+// (HIDDEN), for the sums of that. Tables are rarely trained: this reads x and g once more and leaves the kernel of
+// backward.cuh without these registers.
 #pragma once
-#include "norm.cuh"
-#include "streams.cuh"
+#include "hidden_norm.cuh"
 
 struct TableGradientArguments {
   Heads q_grad, k_grad, q, k;
@@ -57,6 +57,57 @@ __device__ __forceinline__ void store_entries(Acc* row, const Tile& x, const Lan
   }
 }
 
+__device__ __forceinline__ Acc warp_sum(Acc value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  return value;
+}
+
+// HIDDEN: the norm of one stream's row, and with the norm last its gradient: r u - x projection - mean_u, with u = g w.
+struct RowNorm {
+  Acc mean, r, projection, mean_u;
+};
+
+__device__ __forceinline__ RowNorm row_norm(const TableGradientArguments& args, const Token& token, const Lane& lane,
+                                            bool is_q) {
+  RotationRaw tables;
+  if (!NORM_FIRST) tables.load(args.tables, token, lane);
+  const int begin = is_q ? 0 : Q_HEADS, end = is_q ? Q_HEADS : HEADS;
+  const Acc part = one_over_lanes(is_q);
+  RowNorm row{};
+  if (NORM == LAYER) {
+    Acc total = 0;
+#pragma unroll 1
+    for (int first = begin; first < end; first += HEADS_PER_WARP) {
+      const Head head(first + lane.head, lane.exists && first + lane.head < end);
+      const auto x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
+      total += sum_of(norm_input(x, tables, 0, lane, head.exists));
+    }
+    row.mean = warp_sum(total) * part;
+  }
+  Acc squares = 0, products = 0, total = 0;
+#pragma unroll 1
+  for (int first = begin; first < end; first += HEADS_PER_WARP) {
+    const Head head(first + lane.head, lane.exists && first + lane.head < end);
+    const auto x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
+    const Tile z = norm_input(x, tables, row.mean, lane, head.exists);
+    squares += sum_of(z, z);
+    if (NORM_FIRST) continue;
+    const char* const gradient = head.at(args.q_grad, args.k_grad, token);
+    Tile u = unpack(WRITE, load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists), lane);
+    if (HAS_WEIGHT) {
+      const char* const weight = head.weight(args.parameters);
+      multiply(u, unpack_weight(load_parameter(weight, head.of_stream, lane, head.exists), lane));
+    }
+    products += sum_of(u, z);
+    total += sum_of(u);
+  }
+  row.r = reciprocal_root(warp_sum(squares) * part + Acc(args.eps));
+  row.projection = warp_sum(products) * part * row.r * row.r * row.r;
+  row.mean_u = NORM == LAYER ? warp_sum(total) * part * row.r : Acc(0);
+  return row;
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
   const unsigned flat = blockIdx.x * WARPS + threadIdx.x / 32;
@@ -64,6 +115,9 @@ norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
   const Token token = token_at(flat, args.sequence);
   const Lane lane;
   Tile dcos{}, dsin{};
+  RowNorm q_row{}, k_row{};
+  if (HIDDEN) q_row = row_norm(args, token, lane, true);
+  if (HIDDEN && K_HEADS > 0) k_row = row_norm(args, token, lane, false);
   for (int first = 0; first < HEADS; first += HEADS_PER_WARP) {
     const Head head(first + lane.head, lane.exists);
     const bool active = head.exists;
@@ -74,15 +128,29 @@ norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
     const char* const gradient = head.at(args.q_grad, args.k_grad, token);
     Tile n = unpack(READ, load_head<IN_BYTES, In>(READ, x, lane, active), lane);
     Tile g = unpack(WRITE, load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, active), lane);
+    const RowNorm row = head.is_q ? q_row : k_row;
     if (NORMALISES && NORM_FIRST) {
-      standardise(n, args.eps, lane);
+      if (HIDDEN) {
+        if (NORM == LAYER) subtract(n, row.mean, lane);
+        scale(n, row.r);
+      } else {
+        standardise(n, args.eps, lane);
+      }
       scale_and_shift(n, weight, bias, lane);
     } else if (NORMALISES) {
       Tile rotated_x = n;
       RotationRaw tables;
       tables.load(args.tables, token, lane);
       Rotation(tables, lane).apply(rotated_x, lane);
-      norm_backward(g, rotated_x, args.eps, weight, lane, [] {});
+      if (HIDDEN) {
+        if (NORM == LAYER) subtract(rotated_x, row.mean, lane);
+        if (HAS_WEIGHT) multiply(g, unpack_weight(weight, lane));
+        scale(g, row.r);
+        add_scaled(g, rotated_x, -row.projection);
+        if (NORM == LAYER) subtract(g, row.mean_u, lane);
+      } else {
+        norm_backward(g, rotated_x, args.eps, weight, lane, [] {});
+      }
     }
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {

@@ -1,0 +1,180 @@
+// Backward of hidden_forward.cuh, given g, the gradient of the result. With xhat and r of the whole row:
+//
+//   norm first:  n = R' g,   dw = sum n xhat,   db = sum n,   dx = norm'(n w)
+//   norm last:   z = R x,    dw = sum g xhat,   db = sum g,   dx = R' norm'(g w),     xhat of z
+//
+// The norm is recomputed from x. Both of its sums, of x^2 and of g w x, need no r: one exchange a token (LayerNorm: two). A
+// thread has the same lanes of every token, so dw and db are sums of its own; each block writes them as one row of
+// `partial`, which sums.cuh adds up. The grid decides the order, and is the same from run to run: so are the bits.
+//
+// Traffic, with E the bytes of an element: 3 E (Hq + Hk) D + 2 E Hv D + 2 T bytes a token, T the bytes of its cos; and
+// 4 (Hq + Hk) D bytes a block, written and read again.
+#pragma once
+#include "hidden_ring.cuh"
+
+struct HiddenBackwardArguments {
+  Heads q_grad, k_grad, v_grad, q, k, dq, dk, dv;
+  Parameters parameters;
+  Tables tables;
+  Acc* partial;  // [blocks, PITCH]
+  long long blocks;  // of the heads; those after them move v
+  long long tokens, sequence;
+  double eps;
+};
+static_assert(sizeof(HiddenBackwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
+
+constexpr bool WALKS_STAGED = STAGES > 0 && IN_BYTES == 16 && GRAD_BYTES == 16;
+constexpr int SUMS = int(NEEDS_WEIGHT) + int(NEEDS_BIAS);
+// Columns of a row of `partial`: q_weight, q_bias, k_weight, k_bias, those that are needed.
+constexpr int Q_COLUMNS = Q_HEADS * HEAD_DIM, K_COLUMNS = K_HEADS * HEAD_DIM;
+constexpr int PITCH = (SUMS * (Q_COLUMNS + K_COLUMNS) + 7) / 8 * 8;  // of a row, which sums.cuh reads 16 bytes at a time
+
+// A thread's sums for one head of a row of `partial`.
+__device__ __forceinline__ void store_sums(Acc* row, int head, const Tile& sum, const Lane& lane, bool exists) {
+  constexpr int BYTES = PAIRS * int(sizeof(Acc)) < 16 ? PAIRS * int(sizeof(Acc)) : 16;
+  char* const target = reinterpret_cast<char*>(row + head * HEAD_DIM);
+  store_head<BYTES>(NORM_SIDE, target, lane, pack_tile<Acc>(NORM_SIDE, sum, lane), exists);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) {
+  wait_for_the_launch_before();
+#if __CUDA_ARCH__ >= 900
+  // The launch of the sums may be set up while this kernel runs; it waits for the end before it reads.
+  if (SUMS > 0) asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  if (V_HEADS > 0 && blockIdx.x >= args.blocks) {
+    move_heads<IN_BYTES, DX_BYTES>(args.v_grad, args.dv, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
+    return;
+  }
+  extern __shared__ __align__(128) char slots[];
+  __shared__ unsigned long long barriers[STAGES > 0 ? WARPS * STAGES : 1];
+  __shared__ alignas(16) Acc of_warps[2][WARPS][SUMS_AT_ONCE];
+  const Lane lane;
+  const Team team;
+  const bool stores = (team.is_q ? args.dq.base : args.dk.base) != nullptr;
+  Exchange exchange{of_warps, 0};
+  Walk here(blockIdx.x, unsigned(args.blocks), args.sequence), ahead = here;
+
+  using Ring = RowRing<2, WALKS_STAGED>;
+  Ring ring(team.is_q ? args.q : args.k, team.is_q ? args.q_grad : args.k_grad, slots, barriers, team);
+  RotationRaw tables;
+  if (WALKS_STAGED) {
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s, ahead.advance()) {
+      if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
+    }
+    if (TABLES == AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
+  }
+  Raw<Param> weight[UNROLL];
+  Tile dweight[UNROLL], dbias[UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) {
+    const Head head = team.head(u, lane);
+    if (HAS_WEIGHT) weight[u] = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
+    dweight[u] = dbias[u] = Tile{};
+  }
+
+  while (here.flat < args.tokens) {
+    const Token token = here.token();
+    here.advance();
+    if (TABLES == FIRST || (WALKS_STAGED && TABLES != AHEAD)) tables.load(args.tables, token, lane);
+    if (WALKS_STAGED) ring.wait();
+    const auto load_x = [&](int u) {
+      const Head head = team.head(u, lane);
+      return WALKS_STAGED ? ring.template take<In>(0, u, READ, lane, head.exists)
+                          : load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
+    };
+    const auto load_g = [&](int u) {
+      const Head head = team.head(u, lane);
+      const char* const gradient = head.at(args.q_grad, args.k_grad, token);
+      return WALKS_STAGED ? ring.template take<Grad>(1, u, WRITE, lane, head.exists)
+                          : load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists);
+    };
+    const auto done = [&] {
+      if (!WALKS_STAGED) return;
+      ring.refill(ahead.flat < args.tokens, ahead.token());
+      ahead.advance();
+    };
+    Raw<In> kept_x;
+    Raw<Grad> kept_g;
+    if (!SEVERAL) {
+      kept_x = load_x(0);
+      kept_g = load_g(0);
+      done();
+    }
+    if (!WALKS_STAGED && TABLES != FIRST) tables.load(args.tables, token, lane);
+    const auto input = [&](int u, Acc mean) {
+      return norm_input(SEVERAL ? load_x(u) : kept_x, tables, mean, lane, team.head(u, lane).exists);
+    };
+    // g becomes the gradient of the norm's result.
+    const auto gradient = [&](int u) {
+      Tile g = unpack(WRITE, SEVERAL ? load_g(u) : kept_g, lane);
+      if (ROTATES && NORM_FIRST) Rotation(tables, lane).apply_transposed(g, lane);
+      return g;
+    };
+
+    const Acc part = one_over_lanes(team.is_q);
+    Acc mean = 0;
+    if (NORM == LAYER) {
+      Acc total[1] = {0};
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) total[0] += sum_of(input(u, 0));
+      exchange.add_up(total, team);
+      mean = total[0] * part;
+    }
+    Acc sums[NORM == LAYER ? 3 : 2] = {};
+    Tile x, g;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      x = input(u, mean);
+      g = gradient(u);
+      Tile scaled = g;
+      if (HAS_WEIGHT) multiply(scaled, unpack_weight(weight[u], lane));
+      sums[0] += sum_of(x, x);
+      sums[1] += sum_of(scaled, x);
+      if constexpr (NORM == LAYER) sums[2] += sum_of(scaled);
+    }
+    // The tables of the next token, as soon as those of this one are used.
+    constexpr bool USED = NORM_FIRST && !SEVERAL;
+    const bool next = WALKS_STAGED && TABLES == AHEAD && here.flat < args.tokens;
+    if (USED && next) tables.load(args.tables, here.token(), lane);
+    exchange.add_up(sums, team);
+    // dx = r u - x r^3 mean(u x), with u = g w; LayerNorm: that less r mean(u).
+    const Acc r = reciprocal_root(sums[0] * part + Acc(args.eps)), projection = sums[1] * part * r * r * r;
+    Acc mean_u = 0;
+    if constexpr (NORM == LAYER) mean_u = sums[2] * part * r;
+
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const Head head = team.head(u, lane);
+      if (SEVERAL) {
+        if (ROTATES) forget_unpacked(tables.cos), forget_unpacked(tables.sin);
+        x = input(u, mean);
+        g = gradient(u);
+      }
+      if (NEEDS_BIAS) add_scaled(dbias[u], g, 1);
+      scale(g, r);
+      if (NEEDS_WEIGHT) accumulate_products(dweight[u], g, x);
+      if (HAS_WEIGHT) multiply(g, unpack_weight(weight[u], lane));
+      add_scaled(g, x, -projection);
+      if (NORM == LAYER) subtract(g, mean_u, lane);
+      if (ROTATES && !NORM_FIRST) Rotation(tables, lane).apply_transposed(g, lane);
+      char* const out = head.at(args.dq, args.dk, token);
+      store_head<DX_BYTES>(READ, out, lane, pack_tile<In>(READ, g, lane), stores && head.exists);
+    }
+    if (SEVERAL) done();
+    if (!USED && next) tables.load(args.tables, here.token(), lane);
+  }
+
+  if (SUMS > 0) {
+    Acc* const row = args.partial + (long long)(blockIdx.x) * PITCH + (team.is_q ? 0 : SUMS * Q_COLUMNS);
+    const int columns = team.is_q ? Q_COLUMNS : K_COLUMNS;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const Head head = team.head(u, lane);
+      if (NEEDS_WEIGHT) store_sums(row, head.of_stream, dweight[u], lane, head.exists);
+      if (NEEDS_BIAS) store_sums(row + int(NEEDS_WEIGHT) * columns, head.of_stream, dbias[u], lane, head.exists);
+    }
+  }
+}
