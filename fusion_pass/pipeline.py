@@ -81,7 +81,7 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
     records: dict[int, SiteReport] = {}
     taken: set[fx.Node] = set()
     renamed: dict[fx.Node, fx.Node] = {}
-    repeats, views, stops = Repeats(), rewrite.Views(), Stops(module.graph)
+    repeats, views, stops = Repeats(), rewrite.Views(module.graph), Stops(module.graph)
 
     def applied(plan: Planned) -> SiteReport:
         verifier.check(plan)

@@ -9,13 +9,25 @@ from typing import Any, cast
 
 from torch import fx
 
+from fusion_pass.graph.gradients import GRAD_MODE
 from fusion_pass.graph.site import Step
 from fusion_pass.graph.vocabulary import fake, operation, written_arguments
 from fusion_pass.plan import Moved, Planned
 
-Views = dict[tuple[fx.Node, Step], fx.Node]
-"""Views of operands that were put into one graph, by what they are views of. The next site that reads the same tables
-takes them as they are."""
+
+class Views(dict[tuple[fx.Node, Step, int], fx.Node]):
+    """Views of operands that were put into one graph, by what they are views of and where. The next site that reads the
+    same tables takes them as they are, unless the grad mode changes in between: a view made under `no_grad` passes no
+    gradient on."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        self._changes = [node for mode in GRAD_MODE for node in graph.find_nodes(op="call_function", target=mode)]
+
+    def part(self, node: fx.Node) -> int:
+        """How many changes of the grad mode stand before what comes behind `node`."""
+        return sum(not node < change for change in self._changes)
+
 
 _VIEWS = frozenset("transpose permute unflatten unsqueeze squeeze select narrow".split())
 
@@ -59,6 +71,7 @@ class _Editor:
     def __init__(self, plan: Planned, views: Views) -> None:
         self.views = views
         self.after = plan.after
+        self.part = views.part(plan.after)
         anchor = plan.site.anchor
         self.graph = anchor.graph
         # Where a graph keeps fake values: Dynamo's in `example_value`, an exported one's in `val`.
@@ -78,11 +91,11 @@ class _Editor:
         """What the call reads."""
         node = self.first_of_its_kind(moved.node) if moved.steps else moved.node
         for step, value in zip(moved.steps, moved.values[1:], strict=True):
-            view = self.views.get((node, step))
+            view = self.views.get((node, step, self.part))
             if view is None or view._erased or self.after < view:
                 view = self.chain(node, (step,), (None, value))
                 if step.method in _VIEWS:
-                    self.views[node, step] = view
+                    self.views[node, step, self.part] = view
             node = view
         return node
 
@@ -94,10 +107,10 @@ class _Editor:
         table, axis = node.args
         if not isinstance(table, fx.Node) or type(axis) is not int or any(map(written_arguments, node.users)):
             return node
-        step = Step("unsqueeze", (axis,))
-        first = self.views.get((table, step))
+        place = table, Step("unsqueeze", (axis,)), self.views.part(node)
+        first = self.views.get(place)
         if first is None or first._erased or self.after < first:
-            self.views[table, step] = node
+            self.views[place] = node
             return node
         return first if fake(first).requires_grad == fake(node).requires_grad else node
 

@@ -153,6 +153,8 @@ def _function_name(target: Any) -> str:
 
 def _is_of_pytorch(target: Any) -> bool:
     """Whether a function is PyTorch's or Python's own: a user's `add` may be anything."""
+    if type(target).__module__ == "torch._dynamo.utils":
+        return False  # a function or method of NumPy's, in Dynamo's wrapper
     module = getattr(target, "__module__", None) or "builtins"
     if isinstance(target, torch._ops.OpOverloadPacket):
         return module in ("torch._ops.aten", "torch._ops.prims")

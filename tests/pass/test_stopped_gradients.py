@@ -292,3 +292,34 @@ def test_stop_outside_of_the_sites(name: str, whole_block: bool) -> None:
     model, expected = OUTSIDE[name]
     joined = whole_block and len(expected) > 1
     assert fused(model, whole_block) == (["norm_rope_attention"] if joined else expected)
+
+
+def learned(x: Tensor, projection: Tensor, q_weight: Tensor, k_weight: Tensor, angle: Tensor) -> Inputs:
+    """Weights and tables that calls read through views, then q, k and v."""
+    q, k, v = (x @ projection).view(B, S, 3 * H, D).split(H, dim=2)
+    cos, sin = torch.cat((angle, angle), -1).view(1, S, 1, D), torch.cat((angle, angle), -1).view(1, S, 1, D) + 1.0
+    return q_weight.view(1, 1, 1, D), k_weight.view(1, 1, 1, D), cos.transpose(1, 2), sin.transpose(1, 2), q, k, v
+
+
+def twice(first: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+    """Two attentions of the same queries, keys, weights and tables, the first computed in a mode of its own."""
+
+    def one(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(rms(x.transpose(1, 2), w), cos, sin)
+
+    def attention(q_w: Tensor, k_w: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(one(q, q_w, cos, sin), one(k, k_w, cos, sin), v.transpose(1, 2))
+
+    def model(*given: Tensor) -> Tensor:
+        read = learned(*given)
+        return first(attention)(*read) + attention(*read)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "mode", [without_grad, inferred, lambda function: function], ids=["no_grad", "inference", "no"]
+)
+def test_views_that_two_calls_read_in_two_modes(mode: Callable[..., Callable[..., Tensor]]) -> None:
+    """A view made under `no_grad` is none that the call behind it may read: it passes no gradient on."""
+    assert fused(twice(mode)) == ["qk_norm_rope", "attention"] * 2

@@ -66,6 +66,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "function of the user's, a part": lambda table: halved_row(table, factor=0.5),
     "function of the user's, a view": lambda table: halved_row(table[2:], factor=0.5),
     "function of the user's, behind autograd's back": halved_data,
+    "method of NumPy's": lambda table: table.numpy().fill(0.5),
 }
 READS: dict[str, Callable[[Tensor], object]] = {
     "embedding": lambda table: F.embedding(IDS, table),
@@ -74,6 +75,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "operator of a library": lambda table: torch.ops.fusion_pass_tests.total(table),
     "function of the user's": total,
     "function of the user's that writes to a copy": lambda table: total(table, copies_=True),
+    "method of NumPy's": lambda table: table.numpy().sum(),
 }
 
 
