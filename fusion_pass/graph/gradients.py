@@ -8,6 +8,8 @@ call computes. In the model a part of that may have none:
 
 The fake values say it: a result that requires no gradient though one of its inputs does is a *stop*. A site is left
 alone if a stop lies inside it or between it and an operand, or if it reads something whose gradient no operand takes.
+So it is where the graph itself takes gradients (`torch.autograd.grad`, with Dynamo's `trace_autograd_ops`) that can be
+differentiated again, which no operator has, or those of what a call reads, on whose strides the graph may count.
 The detached maximum of a row that is about to meet its softmax is no stop: there is no gradient that it could stop.
 """
 
@@ -43,6 +45,8 @@ class Stops:
     def __init__(self, graph: fx.Graph) -> None:
         self._found: set[fx.Node] = set()
         self._off: set[fx.Node] = set()
+        self._gradients = graph.find_nodes(op="call_function", target=torch.autograd.grad)
+        self._products = {n for n in graph.nodes if operation(n) in ("matmul", "einsum")} if self._gradients else set()
         segments = list(_segments(graph))
         if len(segments) == 1 and not any(map(_detaches, graph.nodes)):
             return  # as in most graphs
@@ -57,6 +61,11 @@ class Stops:
     def reason(self, region: frozenset[fx.Node], operands: Collection[fx.Node], after: fx.Node) -> str | None:
         """Why a call of `operands` behind `after` has other gradients than the `region` in whose place it comes; None
         if it has not."""
+        if (taken := next((node for node in self._gradients if after < node), None)) is not None:
+            inputs, again = _inputs_and_whether_again(*taken.args, **taken.kwargs)
+            towards = {n for n in tree_leaves(inputs) if isinstance(n, fx.Node)}
+            if again is not False or not all(towards.isdisjoint(_up_to(self._products, n)) for n in operands):
+                return f"{taken.name!r} takes, in the graph, a second gradient or that of what the call reads."
         if not self._found or after in self._off:
             return None
         inside = min(self._found.intersection(region), default=None)
@@ -71,6 +80,13 @@ class Stops:
             if _requires_grad(read) and not any(node in ends and _requires_grad(node) for node in way):
                 return f"{read.name!r} requires a gradient that no operand of the call takes."
         return None
+
+
+def _inputs_and_whether_again(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: Any = False, **_: Any
+) -> tuple[Any, Any]:
+    """Of the arguments of `torch.autograd.grad`: what is differentiated by, and `create_graph`."""
+    return inputs, create_graph
 
 
 def _segments(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], bool | None]]:

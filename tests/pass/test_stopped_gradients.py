@@ -323,3 +323,27 @@ def twice(first: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Ca
 def test_views_that_two_calls_read_in_two_modes(mode: Callable[..., Callable[..., Tensor]]) -> None:
     """A view made under `no_grad` is none that the call behind it may read: it passes no gradient on."""
     assert fused(twice(mode)) == ["qk_norm_rope", "attention"] * 2
+
+
+def differentiated(**options: bool) -> Callable[..., Tensor]:
+    """The gradient of a rotation's sum of cubes, taken in the graph: of x, or of what x is projected by."""
+    create_graph, towards_x = options.get("create_graph", False), options.get("towards_x", False)
+
+    def model(x: Tensor, projection: Tensor, *rest: Tensor) -> Tensor:
+        angle = torch.cat((rest[-1], rest[-1]), -1).detach()
+        y = (x @ projection[:, : H * D]).view(B, S, H, D)
+        read = y if towards_x else projection
+        turned = rotate(y, angle.cos()[:, None], angle.sin()[:, None])
+        (gradient,) = torch.autograd.grad(turned.pow(3).sum(), read, create_graph=create_graph)
+        return gradient.view(-1) * (x.sum() if not create_graph else 1.0)
+
+    return model
+
+
+GRADIENTS = {"towards_x": [], "create_graph": [], "neither": ["rope"]}
+
+
+@pytest.mark.parametrize("what", GRADIENTS)
+@torch._dynamo.config.patch(trace_autograd_ops=True)
+def test_gradients_taken_in_the_graph(what: str) -> None:
+    assert fused(differentiated(**{what: True})) == GRADIENTS[what]
