@@ -1,15 +1,15 @@
 """The pattern of attention: calls of `scaled_dot_product_attention` and attention written out become one `attention`.
 
 Matches     `F.scaled_dot_product_attention` in all argument forms, and what `softmax_attention.py` reads.
-Requires    q, k, v of rank 3 or 4; no dropout; masks that can be proved or passed on (`mask.py`); no write to what the
-            call reads between its use in the model and the call.
+Requires    q, k, v of three or four axes, written out also of five; no dropout; masks that can be proved or passed on
+            (`mask.py`); no write to what the call reads between its use in the model and the call.
 Becomes     `attention(q, k, v, ...)` on `[B, S, H, D]`: repeated key heads are folded into groups (`heads.py`), and
             a transpose of the result to `[B, S, H, D]` is part of the site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,15 +18,16 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site, Step
-from fusion_pass.graph.vocabulary import fake_tensor, first_argument, holds, layer_of, operation, sizes
+from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, holds, layer_of, operation
 
-from . import softmax_attention
+from . import softmax_attention, softmax_forms
 from .attention_repeats import AttentionRepeats
 from .facts import Refused, check_written_for_itself
 from .heads import Heads, fold, keeps_everything, moved_axes, number
 from .index_reading import IndexReader
 from .mask import Frame, MaskRefused, MaskTerm, Meaning, SeenKeys, prove
 from .softmax_attention import check_no_dropout
+from .softmax_scores import Leading, moved_leading
 
 _BSHD = (0, 1, 2, 3)
 
@@ -47,13 +48,15 @@ class Attention:
     sinks: Operand | None
     result: fx.Node
     order: tuple[int, ...]
-    """The axis of `[B, S, H, D]` that each axis of `result` is."""
+    """The axis of `[B, S, H, D]` that each axis of `result` is; of `[B, S, K, G, D]` with two axes of heads."""
     nodes: frozenset[fx.Node]
     """What computes `result` from q, k, v."""
     scores: fx.Node
     """Reads q and k."""
     values: fx.Node
     """Reads v."""
+    leading: Leading
+    """Other axes of the scores than batch and heads."""
 
 
 class AttentionPattern:
@@ -129,6 +132,7 @@ def _read_sdpa(effects: Effects, node: fx.Node) -> Attention | None:
         nodes=frozenset({node}),
         scores=node,
         values=node,
+        leading=Leading(),
     )
 
 
@@ -151,12 +155,13 @@ def _read_written(effects: Effects, node: fx.Node) -> Attention | None:
         nodes=written.nodes,
         scores=scores.product,
         values=written.values,
+        leading=written.leading,
     )
 
 
 _READERS = {
     "scaled_dot_product_attention": _read_sdpa,
-    **dict.fromkeys(softmax_attention.SOFTMAX, _read_written),
+    **dict.fromkeys(softmax_forms.ANCHORS, _read_written),
 }
 
 
@@ -202,7 +207,7 @@ def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> 
 def _options(attention: Attention, factor: float, seen: SeenKeys, out_order: str) -> dict[str, Literal]:
     scale = attention.scale
     if factor != 1.0:
-        scale = factor * (_head_dim(attention) ** -0.5 if scale is None else scale)
+        scale = factor * (attention.q.head_dim**-0.5 if scale is None else scale)
     return {
         "scale": scale,
         "causal": seen.causal,
@@ -213,32 +218,22 @@ def _options(attention: Attention, factor: float, seen: SeenKeys, out_order: str
     }
 
 
-def _head_dim(attention: Attention) -> Any:
-    return _shape(attention.q.node)[attention.q.order[3]]
-
-
 def _frame(attention: Attention) -> Frame:
-    q, k, v = (_shape(heads.node) for heads in (attention.q, attention.k, attention.v))
-    b, s, h, _ = attention.q.order
-    kb, ks, _, _ = attention.k.order
-    vb, vs, _, _ = attention.v.order
-    if not q[b] == k[kb] == v[vb]:
+    q, k, v = attention.q, attention.k, attention.v
+    if not q.batch == k.batch == v.batch:
         raise Refused(
-            f"The batch sizes of query, key and value, {q[b]}, {k[kb]} and {v[vb]}, are not known to be equal."
+            f"The batch sizes of query, key and value, {q.batch}, {k.batch} and {v.batch}, are not known to be equal."
         )
-    if isinstance(k[ks], int) and isinstance(v[vs], int) and k[ks] != v[vs]:  # of symbols the call's shapes decide
-        raise Refused(f"There are {k[ks]} keys and {v[vs]} values.")
-    return Frame(q[b], None if h is None else q[h], q[s], k[ks])
-
-
-def _shape(node: fx.Node) -> tuple[Any, ...]:
-    return sizes(cast(torch.Tensor, fake_tensor(node)))
+    if isinstance(k.tokens, int) and isinstance(v.tokens, int) and k.tokens != v.tokens:
+        # of symbols the call's shapes decide
+        raise Refused(f"There are {k.tokens} keys and {v.tokens} values.")
+    return Frame(q.batch, q.heads, q.tokens, k.tokens, attention.leading.grouped)
 
 
 def _folded(effects: Effects, attention: Attention, anchor: fx.Node) -> tuple[Heads, Heads, Heads]:
     """q, k, v read as far upstream as is exact. The heads of k and v are folded together or not at all."""
     q, k, v = attention.q, attention.k, attention.v
-    factors = attention.scale is not None or isinstance(_head_dim(attention), int)
+    factors = attention.scale is not None or isinstance(attention.q.head_dim, int)
     far_q = fold(effects, q, attention.scores, anchor, scaled=factors)
     far_k = fold(effects, k, attention.scores, anchor, scaled=factors)
     far_v = fold(effects, v, attention.values, anchor)
@@ -272,10 +267,19 @@ def _check_kept(effects: Effects, result: fx.Node) -> None:
 
 def _output(effects: Effects, attention: Attention) -> tuple[Output, tuple[fx.Node, ...], str]:
     """Where the site ends, the nodes from the result to there, and the memory order of the operator's result."""
-    node = attention.result
-    if attention.q.order[2] is None:
+    node, order, merged = attention.result, list(attention.order), attention.leading.merged
+    if len(order) == 3 and merged is None:
         return Output(node, 0, (Step("squeeze", (2,)),)), (), "bshd"
-    order, chain, end = list(attention.order), [node], 0 if attention.order == _BSHD else None
+    chain, split = [node], tuple[Step, ...]()
+    if len(order) == 3:
+        view = _split_again(effects, node, cast("tuple[Size, int]", merged))
+        if view is None:
+            return Output(node, 0, (Step("transpose", (1, 2)), Step("flatten", (0, 1)))), (node,), "bhsd"
+        node, order, chain = view, [0, 2, 1, 3], [node, view]
+    if len(order) == 5:
+        split = (Step("unflatten", (2, attention.leading.grouped)),)
+    first, begun, sorted_order = tuple(order), len(chain), sorted(order)
+    end = begun - 1 if order == sorted_order else None
     while len(chain[-1].users) == 1 and not effects.writes(chain[-1]):
         (user,) = chain[-1].users
         if first_argument(user) is not chain[-1]:
@@ -286,19 +290,27 @@ def _output(effects: Effects, attention: Attention) -> tuple[Output, tuple[fx.No
         elif not keeps_everything(user):
             break
         chain.append(user)
-        if tuple(order) == _BSHD:
+        if order == sorted_order:
             end = len(chain) - 1
     if end is not None:
-        return Output(chain[end], 0), tuple(chain[: end + 1]), "bshd"
-    moved = [axis for axis, a in enumerate(attention.order) if a != axis]
-    step = Step("transpose", tuple(moved)) if len(moved) == 2 else Step("permute", attention.order)
-    return Output(node, 0, (step,)), (node,), _memory_order(attention)
+        return Output(chain[end], 0, split), tuple(chain[: end + 1]), "bshd"
+    moved = [axis for axis, a in enumerate(first) if a != axis]
+    step = Step("transpose", tuple(moved)) if len(moved) == 2 else Step("permute", first)
+    return Output(node, 0, (*split, step)), tuple(chain[:begun]), _memory_order(node, first)
 
 
-def _memory_order(attention: Attention) -> str:
-    """The order that gives the operator's result the strides of the model's."""
-    tensor = cast(torch.Tensor, fake_tensor(attention.result))
-    strides = dict(zip(attention.order, tensor.stride(), strict=True))
+def _split_again(effects: Effects, node: fx.Node, merged: tuple[Size, int]) -> fx.Node | None:
+    """The only reader of `[batch * heads, S, D]`, if it is a view as `[batch, heads, S, D]`."""
+    (user,) = node.users if len(node.users) == 1 else (None,)
+    if user is None or effects.writes(node) or moved_leading(user, node) != merged:
+        return None
+    return user if operation(user) == "view" else None
+
+
+def _memory_order(node: fx.Node, order: Sequence[int]) -> str:
+    """The order that gives the operator's result the strides of `node`, the model's."""
+    tensor = cast(torch.Tensor, fake_tensor(node))
+    strides = dict(zip(order, tensor.stride(), strict=True))
     try:
         return "bhsd" if bool(strides[2] > strides[1]) else "bshd"
     except Exception:  # strides with symbols of unknown order

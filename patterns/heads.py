@@ -4,6 +4,8 @@ Models that share key heads repeat them first (`repeat_kv`: unsqueeze, expand, r
 empty cache in front of them, or scale and upcast them. These nodes are folded away where that is exact:
 
     repeated heads         query head h reads key head h // groups, and no other map
+    two axes of heads      key heads, and in each the query heads that read it: head h is (h // groups, h % groups)
+    one axis of batch and heads    the rows of batch b are b * heads + h
     a cat with nothing     all but one part have no token
     an upcast              every value of the narrow dtype is a value of the wide one
     a factor               becomes part of the scale
@@ -23,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand, Step
-from fusion_pass.graph.vocabulary import fake, fake_tensor, holds, operation, sizes
+from fusion_pass.graph.vocabulary import Size, fake, fake_tensor, holds, operation, sizes
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Heads:
 
     node: fx.Node
     order: tuple[int, int, int | None, int]
+    group: int | None = None
+    """A second axis of heads, over those that share a head of the first."""
+    merged: tuple[Size, int] | None = None
+    """Batch and heads, where one axis holds both: that of the batch; `order` has none of heads then."""
     groups: int = 1
     """How often each head was repeated."""
     factor: float = 1.0
@@ -42,12 +48,47 @@ class Heads:
     def dtype(self) -> torch.dtype:
         return _tensor(self.node).dtype
 
+    @property
+    def batch(self) -> Size:
+        return self._sizes[self.order[0]] if self.merged is None else self.merged[0]
+
+    @property
+    def tokens(self) -> Size:
+        return self._sizes[self.order[1]]
+
+    @property
+    def heads(self) -> Size | None:
+        """None where there is no axis of heads."""
+        if self.merged is not None:
+            return self.merged[1]
+        if self.order[2] is None:
+            return None
+        heads = self._sizes[self.order[2]]
+        return heads if self.group is None else heads * self._sizes[self.group]
+
+    @property
+    def head_dim(self) -> Size:
+        return self._sizes[self.order[3]]
+
+    @property
+    def _sizes(self) -> tuple[Size, ...]:
+        return sizes(_tensor(self.node))
+
     def operand(self, dtype: torch.dtype) -> Operand:
         """The steps to `[B, S, H, D]` in `dtype`."""
-        order = [axis for axis in self.order if axis is not None]
-        steps = [] if order == sorted(order) else [_permutation(order)]
-        if self.order[2] is None:
+        batch, tokens, heads, lanes = self.order
+        steps = []
+        if self.merged is not None:
+            steps.append(Step("unflatten", (batch, (-1, self.merged[1]))))
+            heads = batch + 1
+            tokens, lanes = (axis + (axis > batch) for axis in (tokens, lanes))
+        order = [axis for axis in (batch, tokens, heads, self.group, lanes) if axis is not None]
+        if order != sorted(order):
+            steps.append(_permutation(order))
+        if heads is None:
             steps.append(Step("unsqueeze", (2,)))
+        if self.group is not None:
+            steps.append(Step("flatten", (2, 3)))
         if self.dtype != dtype:
             steps.append(Step("to", (dtype,)))
         return Operand(self.node, tuple(steps))
@@ -76,10 +117,13 @@ def fold(effects: Effects, heads: Heads, reader: fx.Node, anchor: fx.Node, *, sc
             return best
         current = parent
         reader = current.folded[-1]
-        if (current.groups, current.factor, current.dtype) != (best.groups, best.factor, best.dtype) or operation(
-            reader
-        ) == "cat":
+        if _said(current) != _said(best) or operation(reader) == "cat":
             best = current
+
+
+def _said(heads: Heads) -> tuple[object, ...]:
+    """What a fold makes simpler. Between two nodes that agree in it lie movements only."""
+    return heads.groups, heads.factor, heads.dtype, heads.group is None, heads.merged is None
 
 
 def _parent(effects: Effects, heads: Heads, reader: fx.Node, anchor: fx.Node, scaled: bool) -> Heads | None:
@@ -87,7 +131,7 @@ def _parent(effects: Effects, heads: Heads, reader: fx.Node, anchor: fx.Node, sc
     node = heads.node
     if node.op not in ("call_function", "call_method") or effects.last_write(node, reader) is not None:
         return None
-    found = _moved(heads) or _repeated(heads) or _joined_to_nothing(heads) or _upcast(heads)
+    found = _moved(heads) or _repeated(heads) or _unsplit(heads) or _joined_to_nothing(heads) or _upcast(heads)
     if found is None and scaled:
         found = _multiplied(heads)
     if found is None or effects.written_between(found.node, node, anchor):
@@ -166,7 +210,8 @@ def _moved(heads: Heads) -> Heads | None:
     axes = moved_axes(heads.node)
     if parent is not None and axes is not None:
         b, s, h, d = heads.order
-        return replace(heads, node=parent, order=(axes[b], axes[s], None if h is None else axes[h], axes[d]))
+        order = (axes[b], axes[s], None if h is None else axes[h], axes[d])
+        return replace(heads, node=parent, order=order, group=None if heads.group is None else axes[heads.group])
     if parent is not None and keeps_everything(heads.node):
         return replace(heads, node=parent)
     return None
@@ -174,7 +219,7 @@ def _moved(heads: Heads) -> Heads | None:
 
 def _repeated(heads: Heads) -> Heads | None:
     node, axis = heads.node, heads.order[2]
-    if axis is None:
+    if axis is None or heads.group is not None:
         return None
     if operation(node) == "repeat_interleave":
         parent, repeats = _source(node), node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
@@ -209,6 +254,33 @@ def _expanded(heads: Heads, axis: int) -> Heads | None:
     if operation(lone) == "getitem" and not _inserts_one_axis(lone.args[1]):
         return None
     return replace(heads, node=parent, groups=heads.groups * groups)
+
+
+def _unsplit(heads: Heads) -> Heads | None:
+    """Axes of heads as they were before a view split, joined or added them, or a group was expanded from one."""
+    parent, group = _source(heads.node), heads.group
+    if parent is None:
+        return None
+    name, before, after = operation(heads.node), sizes(_tensor(parent)), sizes(_tensor(heads.node))
+    b, s, h, d = heads.order
+    if heads.merged is not None:
+        if name != "view" or before != (*after[:b], *heads.merged, *after[b + 1 :]):
+            return None
+        s, d = (axis + (axis > b) for axis in (s, d))
+        return replace(heads, node=parent, order=(b, s, b + 1, d), merged=None)
+    if group is None or h is None:
+        return None
+    rest = (*after[:group], *after[group + 1 :])
+    if name == "expand" and before == (*after[:group], 1, *after[group + 1 :]) and isinstance(after[group], int):
+        return replace(heads, node=parent, groups=heads.groups * cast(int, after[group]))
+    # One axis is left of the two: an axis of length one goes, or a view has split one into two that are neighbours.
+    added = after[group] == 1 and before == rest
+    inserted = name == "unsqueeze" or (name == "getitem" and _inserts_one_axis(heads.node.args[1]))
+    split = group == h + 1 and before == (*after[:h], after[h] * after[group], *after[group + 1 :])
+    if not (added and (inserted or name == "view")) and not (split and name == "view"):
+        return None
+    b, s, h, d = (axis - (axis > group) for axis in (b, s, h, d))
+    return replace(heads, node=parent, order=(b, s, h, d), group=None)
 
 
 def _inserts_one_axis(index: object) -> bool:

@@ -67,12 +67,17 @@ class MaskTerm:
 
 @dataclass(frozen=True)
 class Frame:
-    """The scores, `[batch, heads, queries, keys]`; `heads` is None if there is no such axis."""
+    """The scores, `[batch, heads, queries, keys]`; `heads` is None if there is no such axis.
+
+    A mask may meet them in another shape, whose axes a view joins or splits: `[batch * heads, queries, keys]`, or
+    with two axes of heads, of lengths `grouped`.
+    """
 
     batch: Size
     heads: Size | None
     queries: Size
     keys: Size
+    grouped: tuple[int, int] | None = None
 
     @property
     def batch_axis(self) -> int:
@@ -84,9 +89,19 @@ class Frame:
         extent = {_KEY: self.keys, _QUERY: self.queries, self.batch_axis: self.batch}
         return extent if self.heads is None else {**extent, 3: self.heads}
 
-    def takes(self, shape: Sequence[Size]) -> bool:
-        """Whether a mask of this shape broadcasts to the scores."""
-        extent = self.extent
+    def extent_at(self, rank: int) -> dict[int, Size]:
+        """`extent`, where the scores have `rank` axes."""
+        if rank == self.batch_axis or rank == 4:
+            return self.extent
+        extent = {_KEY: self.keys, _QUERY: self.queries}
+        if rank == 3:
+            return {**extent, 3: self.batch * cast(Size, self.heads)}
+        first, second = cast("tuple[int, int]", self.grouped)
+        return {**extent, 3: second, 4: first, 5: self.batch}
+
+    def takes(self, shape: Sequence[Size], rank: int | None = None) -> bool:
+        """Whether a mask of this shape broadcasts to the scores of `rank` axes, by default their own."""
+        extent = self.extent if rank is None else self.extent_at(rank)
         return len(shape) <= len(extent) and all(n in (1, extent[len(shape) - d]) for d, n in enumerate(shape))
 
     def __str__(self) -> str:
@@ -145,13 +160,14 @@ def hides_by_numbers(element: Element) -> bool:
 class _Proof:
     def __init__(self, reader: IndexReader, masks: Sequence[MaskTerm], frame: Frame, anchor: fx.Node) -> None:
         self.reader, self.masks, self.frame, self.anchor = reader, masks, frame, anchor
+        self.rank = frame.batch_axis
 
     def seen(self) -> SeenKeys:
         known: list[tuple[MaskTerm, Formula]] = []
         data: list[MaskTerm] = []
         for term in self.masks:
             self._check_tensor(term)
-            formula = self._formula(term.node, term.reader, term.meaning, term.factor)
+            formula = self._formula(term.node, term.reader, term.meaning, term.factor, self._rank(term))
             if formula is None:
                 data.append(term)
             else:
@@ -175,7 +191,8 @@ class _Proof:
             mask = self._explicit([term for term, _ in known], frozenset(rest), whole, safe)
         return SeenKeys(bounds.causal, bounds.left, bounds.right, q_segments, k_segments, mask)
 
-    def _formula(self, node: fx.Node, reader: fx.Node, meaning: Meaning, factor: float) -> Formula | None:
+    def _formula(self, node: fx.Node, reader: fx.Node, meaning: Meaning, factor: float, rank: int) -> Formula | None:
+        """Where the mask `node` lets a key be seen, for scores that have `rank` axes where it meets them."""
         tensor = fake_tensor(node)
         assert tensor is not None
         element = self.reader.read(node, reader)
@@ -186,7 +203,23 @@ class _Proof:
             formula = terms.negation(formula) if meaning is Meaning.HIDDEN else formula
         else:
             formula = None
+        if formula is not None and rank != self.rank:
+            formula = self._of_every_head(terms.within(formula, self.frame.extent_at(rank)), rank)
         return None if formula is None else terms.within(formula, self.frame.extent)
+
+    def _of_every_head(self, formula: Formula, rank: int) -> Formula | None:
+        """A formula for scores of `rank` axes as one for their own; None if it speaks of heads, or of an axis that
+        holds the batch with them.
+        """
+        inner = range(3, rank) if rank > 4 else (3,)
+        if any(terms.at(formula, {axis: terms.constant(place)}) != formula for axis in inner for place in (0, 1)):
+            return None
+        return cast(Formula, terms.at(formula, {rank: terms.axis(4)})) if rank > 4 else formula
+
+    def _rank(self, term: MaskTerm) -> int:
+        """Number of axes of the scores that a mask is applied to."""
+        scores = fake_tensor(term.reader)
+        return self.rank if scores is None else scores.dim()
 
     def _check_tensor(self, term: MaskTerm) -> None:
         node, tensor = term.node, fake_tensor(term.node)
@@ -198,7 +231,7 @@ class _Proof:
                 f"The mask {node.name!r} holds {tensor.dtype} and is added to the scores; what is added has to be "
                 "floating-point numbers."
             )
-        if not self.frame.takes(shape):
+        if not self.frame.takes(shape, self._rank(term)):
             raise MaskRefused(
                 f"The mask {node.name!r} has shape {list(shape)}, which does not broadcast to the scores, {self.frame}."
             )
@@ -244,7 +277,7 @@ class _Proof:
             )
         operand = self._passed_on(replace(mask, factor=1.0))
         hidden = () if mask.meaning is Meaning.HIDDEN else (Step("logical_not"),)
-        axes = tuple(step for step in operand.steps if step.method == "unsqueeze")
+        axes = tuple(step for step in operand.steps if step.method != "logical_not")
         # Any number that no score changes: a replaced score has the same part in its row as every other one.
         numbers = (Step("to", (torch.bfloat16,)), Step("mul", (torch.finfo(torch.bfloat16).min,)))
         return Operand(operand.node, (*hidden, *numbers, *axes))
@@ -350,7 +383,7 @@ class _Proof:
             mask.node, self.anchor
         ):
             raise MaskRefused(f"The mask {mask.node.name!r} is overwritten before the attention is finished.")
-        return self._operand(mask.node, mask.meaning is Meaning.HIDDEN)
+        return self._operand(mask.node, mask.meaning is Meaning.HIDDEN, self._rank(mask))
 
     def _explicit(
         self, masks: Sequence[MaskTerm], rest: frozenset[Formula], whole: frozenset[Formula], safe: bool
@@ -360,7 +393,8 @@ class _Proof:
         for node, meaning in self._candidates():
             if meaning is Meaning.ADDED and not safe and hides_by_numbers(self.reader.read(node, self.anchor)):
                 continue
-            formula = self._formula(node, self.anchor, meaning, 1.0)
+            rank = max(self.rank, cast(torch.Tensor, fake_tensor(node)).dim())
+            formula = self._formula(node, self.anchor, meaning, 1.0, rank)
             if formula is None:
                 continue
             held = terms.conjuncts(formula)
@@ -370,7 +404,7 @@ class _Proof:
             extends = tuple(len(shape) >= number and shape[len(shape) - number] != 1 for number in (2, 3, 4, 1))
             cost = (*extends, meaning is Meaning.ADDED, meaning is Meaning.HIDDEN, len(held))
             if best is None or cost < best[0]:
-                best = cost, self._operand(node, meaning is Meaning.HIDDEN)
+                best = cost, self._operand(node, meaning is Meaning.HIDDEN, rank)
         if best is None:
             names = " and ".join(repr(mask.node.name) for mask in masks)
             raise MaskRefused(f"No single tensor of the graph holds what the masks {names} say together.")
@@ -379,7 +413,9 @@ class _Proof:
     def _candidates(self) -> Iterator[tuple[fx.Node, Meaning]]:
         for node in self._cone():
             tensor = fake_tensor(node)
-            if tensor is None or tensor.dim() == 0 or not self.frame.takes(sizes(tensor)):
+            if tensor is None or tensor.dim() == 0:
+                continue
+            if not self.frame.takes(sizes(tensor)) and not self._is_of_every_head(sizes(tensor)):
                 continue
             if tensor.dtype == torch.bool:
                 yield node, Meaning.SEEN
@@ -387,17 +423,41 @@ class _Proof:
             elif tensor.is_floating_point():
                 yield node, Meaning.ADDED
 
-    def _operand(self, node: fx.Node, hidden: bool) -> Operand:
-        """`node` as the operator's `mask`, which has an axis for heads and is True where a key is seen."""
+    def _is_of_every_head(self, shape: tuple[Size, ...]) -> bool:
+        """Whether this is a mask for scores with two axes of heads that varies along neither."""
+        grouped = self.frame.grouped is not None and len(shape) == 5 and shape[1:3] == (1, 1)
+        return grouped and self.frame.takes((shape[0], *shape[2:]))
+
+    def _operand(self, node: fx.Node, hidden: bool, rank: int) -> Operand:
+        """`node` as the operator's `mask`, which has an axis for heads and is True where a key is seen. `rank`: the
+        number of axes of the scores it is made for.
+        """
         tensor = cast(torch.Tensor, fake_tensor(node))
         if tensor.requires_grad and self._wants_gradient():
             raise MaskRefused(
                 f"The bias {node.name!r} requires a gradient, and the attention operator has none for it."
             )
         steps = [Step("logical_not")] if hidden else []
-        if self.frame.heads is None and tensor.dim() == 3:
-            steps.append(Step("unsqueeze", (1,)))
+        shape = sizes(tensor)
+        if rank == 3 and len(shape) == 3:
+            # [batch, ...], where the scores have one head; else [batch * heads, ...] or [1, ...]
+            whole = self.frame.heads is not None and shape[0] != 1
+            steps.append(Step("unflatten", (0, (-1, self.frame.heads))) if whole else Step("unsqueeze", (1,)))
+        if rank == 5 and len(shape) >= 3:
+            steps += self._one_axis_of_heads(node, shape)
         return Operand(node, tuple(steps))
+
+    def _one_axis_of_heads(self, node: fx.Node, shape: tuple[Size, ...]) -> list[Step]:
+        """The steps that make one axis of two axes of heads."""
+        axis = len(shape) - 4
+        first, second = (1, shape[0]) if axis < 0 else shape[axis : axis + 2]
+        if (first, second) == (1, 1):
+            return [] if axis < 0 else [Step("select", (axis + 1, 0))]
+        if (first, second) != self.frame.grouped or axis < 0:
+            raise MaskRefused(
+                f"The mask {node.name!r} varies along one of two axes of heads, which the operator has as one."
+            )
+        return [Step("flatten", (axis, axis + 1))]
 
     def _wants_gradient(self) -> bool:
         result = fake_tensor(self.anchor)

@@ -1,89 +1,113 @@
 """Attention written out: a product of queries and keys, a softmax, a product with the values.
 
-Matches     softmax(scores) v, the scores as `softmax_scores.py` reads them; with sinks as one more column of scores
-            that is cut off again, or as sigmoid(logsumexp(scores) - sink) times the result.
+Matches     softmax(scores) v, the softmax as `softmax_forms.py` reads it and the scores as `softmax_scores.py` does;
+            with sinks as one more column of scores that is cut off again, or as sigmoid(logsumexp(scores) - sink)
+            times the result. Three axes, four, or five: two axes of heads, as in grouped attention.
 Requires    the softmax over the last axis; no dropout; no other reader of scores or weights; weights left as they are.
 Becomes     `scale`, `softcap`, `sinks` and the masks of `attention`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import fx
 
+from fusion_pass.graph import lanes
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand
-from fusion_pass.graph.vocabulary import fake_tensor, first_argument, operation, sizes
+from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, operation, sizes
 
+from . import softmax_forms
 from .facts import Refused
 from .heads import Heads, number
+from .softmax_forms import Softmax
 from .softmax_scores import (
     CASTS,
     MAX_STEPS,
     PRODUCTS,
+    Leading,
     Parser,
     Scores,
     einsum,
     heads_of_letters,
     keeps_numbers,
+    leading_axes,
+    moved_leading,
     one_head_or_each,
     per_head,
+    product_of,
     scores_rank,
     version_read,
 )
 
-SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-
 
 @dataclass(frozen=True)
 class Written:
-    """An attention written out. `order`: the axis of `[B, S, H, D]` that each axis of `result` is."""
+    """An attention written out. `order`: the axis of `[B, S, H, D]` that each axis of `result` is; with two axes of
+    heads, the axis of `[B, S, K, G, D]`; of batch and heads in one, as with one head for each batch.
+    """
 
     scores: Scores
     v: Heads
     result: fx.Node
     order: tuple[int, ...]
+    leading: Leading
     sinks: Operand | None
     nodes: frozenset[fx.Node] = field(repr=False)
     values: fx.Node
     """The product of weights and values."""
 
 
-def read(effects: Effects, softmax: fx.Node) -> Written | None:
-    """The attention around `softmax`; None for another use. Raises `Refused` for an attention that cannot be fused."""
-    tensor = fake_tensor(softmax)
-    if tensor is None or tensor.dim() not in (3, 4) or not softmax.args or not isinstance(softmax.args[0], fx.Node):
+def read(effects: Effects, anchor: fx.Node) -> Written | None:
+    """The attention around the softmax at `anchor`, one of `softmax_forms.ANCHORS`; None for another use.
+
+    Raises `Refused` for an attention that cannot be fused.
+    """
+    tensor = fake_tensor(anchor)
+    if tensor is None or tensor.dim() not in (3, 4, 5):
         return None
-    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
-    if not _reaches_product(softmax) or not _comes_from_product(softmax):
+    if not _reaches_product(anchor) or not _comes_from_product(anchor):
         return None
-    if dim not in (-1, tensor.dim() - 1):
-        raise Refused(f"The softmax {softmax.name!r} runs over axis {dim}, not over the keys, which are the last.")
+    softmax = softmax_forms.read(effects, anchor)
+    if softmax is None:
+        return None
+    if softmax.dim not in (-1, tensor.dim() - 1):
+        raise Refused(
+            f"The softmax {softmax.weights.name!r} runs over axis {softmax.dim}, not over the keys, which are the last."
+        )
     parser = Parser(effects)
-    scores = parser.scores(version_read(effects, softmax.args[0], softmax))
+    seen = version_read(effects, softmax.scores, softmax.reader)
+    scores = parser.scores(seen)
     if scores is None and parser.blocker is not None:
         raise Refused(
             f"{parser.blocker.name!r} ({operation(parser.blocker)}) stands between the scores and their softmax, "
             "and no kernel of ours computes it."
         )
+    if scores is None and parser.product is not None and _is_of_heads(parser.product):
+        raise Refused(f"{parser.product.name!r} multiplies queries and keys in a way that is not known.")
     if scores is None:
         return None
+    if softmax.less_maximum and not parser.is_less_maximum(seen):
+        raise Refused(
+            f"The exponentials {softmax.reader.name!r} are divided by their sum, and no maximum of the row is taken "
+            "off before: a large score makes them infinite, where a softmax is a number."
+        )
     return _Values(effects, softmax, scores).read()
 
 
 def _reaches_product(softmax: fx.Node) -> bool:
     """Whether a product stands a few operations that keep the rows after the softmax."""
-    rows = sizes(cast(torch.Tensor, fake_tensor(softmax)))[:-1]
+    rows = _rows(fake_tensor(softmax))
     queue, seen = [softmax], {softmax}
     for node in queue:
         for user in node.users:
             tensor = fake_tensor(user)
             if operation(user) in PRODUCTS:
                 return True
-            if user not in seen and tensor is not None and sizes(tensor)[:-1] == rows and len(seen) < MAX_STEPS:
+            if user not in seen and tensor is not None and _rows(tensor) == rows and len(seen) < MAX_STEPS:
                 seen.add(user)
                 queue.append(user)
     return False
@@ -91,14 +115,14 @@ def _reaches_product(softmax: fx.Node) -> bool:
 
 def _comes_from_product(softmax: fx.Node) -> bool:
     """Whether a product with as many rows stands a few elementwise operations before the softmax."""
-    rows = sizes(cast(torch.Tensor, fake_tensor(softmax)))[:-1]
+    rows = _rows(fake_tensor(softmax))
     queue, seen = [softmax], {softmax}
     for node in queue:
         if len(seen) > 2 * MAX_STEPS:
             return False
         for parent in node.all_input_nodes:
             tensor = fake_tensor(parent)
-            if parent in seen or tensor is None or sizes(tensor)[:-1] != rows:
+            if parent in seen or tensor is None or _rows(tensor) != rows:
                 continue
             if operation(parent) in PRODUCTS:
                 return True
@@ -107,12 +131,24 @@ def _comes_from_product(softmax: fx.Node) -> bool:
     return False
 
 
+def _is_of_heads(product: fx.Node) -> bool:
+    """Whether this multiplies more than tokens with one matrix of weights, as a router of experts does."""
+    return scores_rank(product) > 3 and all(scores_rank(node) > 2 for node in product.all_input_nodes)
+
+
+def _rows(tensor: torch.Tensor | None) -> Size:
+    """Number of rows: what views of scores have in common."""
+    assert tensor is not None
+    return lanes.product(sizes(tensor)[:-1])
+
+
 class _Values:
     """Reads from the softmax on to the result."""
 
-    def __init__(self, effects: Effects, softmax: fx.Node, scores: Scores) -> None:
+    def __init__(self, effects: Effects, softmax: Softmax, scores: Scores) -> None:
         self.effects, self.softmax, self.scores = effects, softmax, scores
-        self.nodes = [*scores.nodes, softmax]
+        self.nodes = [*scores.nodes, *softmax.nodes]
+        self.leading = [*scores.leading]
 
     def read(self) -> Written:
         weights, product = self._weights()
@@ -123,13 +159,16 @@ class _Values:
             sinks, result = self._rescaled(product)
         nodes = frozenset(self.nodes)
         self._check_readers(nodes, result)
-        return Written(self.scores, v, result, order, sinks, nodes, product)
+        leading = leading_axes(self.leading)
+        q, k = (leading.of(heads, self.scores.product) for heads in (self.scores.q, self.scores.k))
+        scores = replace(self.scores, q=q, k=k)
+        return Written(scores, leading.of(v, product), result, order, leading, sinks, nodes, product)
 
     def _weights(self) -> tuple[fx.Node, fx.Node]:
         """The weights as the product with the values reads them, and that product."""
-        current, cut = self.softmax, self.scores.sinks is None
+        current, cut = self.softmax.weights, self.scores.sinks is None
         for _ in range(MAX_STEPS):
-            if self.effects.writes(current):
+            if any(write not in self.nodes for write in self.effects.writes(current)):
                 raise Refused(f"The attention weights {current.name!r} are written in place.")
             user = next(iter(current.users), None)
             if len(current.users) != 1 or user is None:
@@ -143,6 +182,8 @@ class _Values:
                 self._check_dropout(user)
             elif not cut and _cuts_last(user):
                 cut = True
+            elif name == "view" and (leading := moved_leading(user, current)) is not None:
+                self.leading.append(leading)
             elif name not in CASTS or not keeps_numbers(user) or first_argument(user) is not current:
                 raise Refused(f"{user.name!r} ({name}) changes the attention weights before they meet the values.")
             self.nodes.append(user)
@@ -165,8 +206,9 @@ class _Values:
         name, rank = operation(product), scores_rank(weights)
         if name == "matmul" and len(product.args) == 2 and product.args[0] is weights:
             v = cast(fx.Node, product.args[1])
-            if scores_rank(v) == rank == scores_rank(product):
-                return (Heads(v, (0, 2, 1, 3)), (0, 2, 1, 3)) if rank == 4 else (Heads(v, (0, 1, None, 2)), (0, 1, 3))
+            found = product_of(product, weights, v, transposed=False)
+            if found is not None:
+                return found[1], {3: (0, 1, 3), 4: (0, 2, 1, 3), 5: (0, 2, 3, 1, 4)}[rank]
         parts = einsum(product) if name == "einsum" else None
         if parts is not None:
             operands, words, out = parts
@@ -174,19 +216,19 @@ class _Values:
                 operands, words = operands[::-1], words[::-1]
             batch, row, column = words[0][:-2], words[0][-2], words[0][-1]
             lanes = set(words[1]) - set(words[0])
-            if operands[0] is weights and len(lanes) == 1 and len(batch) in (1, 2):
+            if operands[0] is weights and len(lanes) == 1 and len(batch) in (1, 2, 3):
                 (lane,) = lanes
-                axes = {row: 1, lane: 3, **dict(zip(batch, (0, 2), strict=False))}
+                axes = {row: 1, lane: 4 if len(batch) == 3 else 3, **dict(zip(batch, (0, 2, 3), strict=False))}
                 order = tuple(axes.get(letter, -1) for letter in out)
                 whole = set(words[1]) in one_head_or_each(batch, column, lane) and set(out) == set(axes)
-                if whole and (len(batch) == 2 or order == (0, 1, 3)):
+                if whole and (len(batch) > 1 or order == (0, 1, 3)):
                     return heads_of_letters(operands[1], words[1], batch, column, lane), order
         raise Refused(f"{product.name!r} multiplies the attention weights with values in a way that is not known.")
 
     def _rescaled(self, product: fx.Node) -> tuple[Operand | None, fx.Node]:
         """Sinks as `result * sigmoid(logsumexp(scores) - sink)`, which is exp(lse) / (exp(lse) + exp(sink))."""
-        scores = cast(fx.Node, self.softmax.args[0])
-        seen = self.effects.last_write(scores, self.softmax)
+        scores = self.softmax.scores
+        seen = self.effects.last_write(scores, self.softmax.reader)
         sums = [
             user
             for user in scores.users
@@ -195,7 +237,8 @@ class _Values:
         user = next(iter(product.users), None)
         if len(sums) != 1 or len(product.users) != 1 or user is None or operation(user) != "mul" or len(user.args) != 2:
             return None, product
-        if scores_rank(product) != 4 or self.scores.shifted:  # no axis of heads, or another log-sum-exp
+        if len(set(self.leading)) != 1 or scores_rank(product) != 4 or self.scores.shifted:
+            # no axis of heads, or another log-sum-exp
             return None, product
         factor = user.args[1] if user.args[0] is product else user.args[0]
         chain: list[fx.Node] = []
@@ -230,7 +273,7 @@ class _Values:
                 continue
             for user in node.users:
                 if user not in nodes:
-                    what = "The attention weights" if node is self.softmax else "The scores"
+                    what = "The attention weights" if node is self.softmax.weights else "The scores"
                     raise Refused(
                         f"{what} {node.name!r} are also read by {user.name!r}; the fused operator never has them."
                     )

@@ -1,7 +1,8 @@
 """The scores of an attention written out, read from its softmax back to the product of queries and keys.
 
 Matches     one product q k' (`matmul`, `@`, `bmm`, `baddbmm`, `einsum`) and, in any order: a positive factor,
-            c tanh(.), masks that are added or that choose, casts, less the row maximum, sinks as one more column.
+            c tanh(.), masks that are added or that choose, casts, less the row maximum, sinks as one more column,
+            views that join or split batch and heads.
 Requires    a soft cap below the masks; the sinks above all else; a hidden score low enough to be hidden.
 Becomes     `Scores`:  cap tanh(inner q.k) + masks. The operator's `scale` is inner cap, or inner without a cap.
 """
@@ -9,7 +10,7 @@ Becomes     `Scores`:  cap tanh(inner q.k) + masks. The operator's `scale` is in
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -18,7 +19,7 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand
-from fusion_pass.graph.vocabulary import fake_tensor, first_argument, in_place, operation, sizes
+from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, in_place, operation, sizes
 from fusion_pass.kernels.attention_problem import mask_floor
 
 from .facts import Refused
@@ -50,9 +51,53 @@ class Scores:
     """Each row less its maximum, which only a softmax does not see."""
     nodes: tuple[fx.Node, ...] = ()
     """What the scores are computed by, the product first."""
+    leading: tuple[tuple[Size, ...], ...] = ()
+    """The axes in front of queries and keys: those of the product, and behind each view."""
 
     def through(self, *nodes: fx.Node) -> Scores:
         return replace(self, nodes=(*self.nodes, *nodes))
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The axes in front of queries and keys, whatever views make of them on the way."""
+
+    merged: tuple[Size, int] | None = None
+    """Batch and heads, where a product has one axis for both."""
+    grouped: tuple[int, int] | None = None
+    """Key heads, and the query heads of each, where a product has an axis for either."""
+
+    def of(self, heads: Heads, product: fx.Node) -> Heads:
+        """`heads`, read by `product`."""
+        return heads if scores_rank(product) > 3 else replace(heads, merged=self.merged)
+
+
+def leading_axes(shapes: Sequence[tuple[Size, ...]]) -> Leading:
+    """What shapes of the same scores say together. Each view that leads from one to the next keeps the order of the
+    elements. Raises `Refused` if they contradict each other.
+    """
+    one, two, three = ({shape for shape in shapes if len(shape) == n} for n in (1, 2, 3))
+    grouped = {(batch, first * second) for batch, first, second in three}
+    if len(one) > 1 or len(three) > 1 or len(two | grouped) > 1:
+        raise Refused(
+            "Between the product of queries and keys and that with the values, views move batches and heads: "
+            f"{', '.join(map(str, map(list, dict.fromkeys(shapes))))}."
+        )
+    merged = next(iter(two | grouped)) if one and (two or three) else None
+    numbers = (*(merged or ())[1:], *(n for shape in three for n in shape[1:]))
+    if not all(isinstance(n, int) for n in numbers):
+        raise Refused("The number of heads is known only at run time, and views join it to the batch or split it.")
+    heads = next((shape[1:] for shape in three), None)
+    return Leading(cast("tuple[Size, int] | None", merged), cast("tuple[int, int] | None", heads))
+
+
+def moved_leading(view: fx.Node, source: object) -> tuple[Size, ...] | None:
+    """The axes of `view` in front of its last two; None unless it is a view of `source` that leaves those two alone."""
+    before, after = fake_tensor(source), fake_tensor(view)
+    if first_argument(view) is not source or before is None or after is None or before.dtype != after.dtype:
+        return None
+    old, new = sizes(before), sizes(after)
+    return new[:-2] if old[-2:] == new[-2:] and {len(old), len(new)} <= {3, 4, 5} else None
 
 
 def version_read(effects: Effects, node: fx.Node, reader: fx.Node) -> fx.Node:
@@ -75,6 +120,8 @@ class Parser:
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
         self.blocker: fx.Node | None = None
+        self.product: fx.Node | None = None
+        """A product that is reached and not understood."""
         self._depth = 0
 
     def scores(self, node: fx.Node) -> Scores | None:
@@ -89,11 +136,19 @@ class Parser:
         self._depth += 1
         try:
             scores = rule(self, node)
-            if scores is None and self.blocker is None and name not in PRODUCTS:
+            if scores is None and name in PRODUCTS:
+                self.product = node
+            elif scores is None and self.blocker is None and self.product is None:
                 self.blocker = node
             return scores
         finally:
             self._depth -= 1
+
+    def is_less_maximum(self, node: fx.Node) -> bool:
+        """Whether the last that is done to the scores in `node` is to take off the maximum of each row."""
+        while operation(node) in CASTS and isinstance(first_argument(node), fx.Node):
+            node = version_read(self.effects, first_argument(node), node)
+        return _name(node) == "sub"
 
     def _of(self, argument: object, reader: fx.Node) -> Scores | None:
         return self.scores(version_read(self.effects, argument, reader)) if isinstance(argument, fx.Node) else None
@@ -102,14 +157,14 @@ class Parser:
 
     def _matmul(self, node: fx.Node) -> Scores | None:
         q, k = node.args[:2] if len(node.args) == 2 else (None, None)
-        return _product(node, q, k)
+        return _scores(node, q, k)
 
     def _baddbmm(self, node: fx.Node) -> Scores | None:
         if len(node.args) != 3:
             return None
         bias, q, k = node.args
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
-        scores = _product(node, q, k)
+        scores = _scores(node, q, k)
         if scores is None or not isinstance(alpha, int | float) or beta not in (0, 1):
             return None
         scores = replace(scores, inner=float(alpha))
@@ -126,7 +181,7 @@ class Parser:
         if row in b and column in a:
             first, second, a, b = second, first, b, a
         shared = set(a) & set(b) - set(out)
-        if len(shared) != 1 or len(batch) not in (1, 2):
+        if len(shared) != 1 or len(batch) not in (1, 2, 3):
             return None
         (lane,) = shared
         if set(a) != {*batch, row, lane} or set(b) not in one_head_or_each(batch, column, lane):
@@ -136,6 +191,7 @@ class Parser:
             heads_of_letters(second, b, batch, column, lane),
             node,
             nodes=(node,),
+            leading=(_leading(node),),
         )
 
     # --- what is done to scores ---
@@ -145,6 +201,13 @@ class Parser:
             return None
         scores = self._of(first_argument(node), node)
         return scores and scores.through(node)
+
+    def _view(self, node: fx.Node) -> Scores | None:
+        leading = moved_leading(node, first_argument(node))
+        scores = self._of(first_argument(node), node) if leading is not None else None
+        if scores is None or leading is None or scores.sinks is not None:
+            return None
+        return replace(scores, leading=(*scores.leading, leading)).through(node)
 
     def _scaled(self, node: fx.Node) -> Scores | None:
         taken = number_times(node, _name(node))
@@ -232,6 +295,7 @@ _RULES: dict[str, Callable[[Parser, fx.Node], Scores | None]] = {
     "baddbmm": Parser._baddbmm,
     "einsum": Parser._einsum,
     **dict.fromkeys(CASTS, Parser._cast),
+    "view": Parser._view,
     "mul": Parser._scaled,
     "div": Parser._scaled,
     "tanh": Parser._tanh,
@@ -283,13 +347,32 @@ def _constant(effects: Effects, value: object) -> float | None:
     return number(value)
 
 
-def _product(node: fx.Node, q: object, k: object) -> Scores | None:
-    rank = scores_rank(node)
-    if not isinstance(q, fx.Node) or not isinstance(k, fx.Node) or {scores_rank(q), scores_rank(k)} != {rank}:
+def _scores(node: fx.Node, q: object, k: object) -> Scores | None:
+    found = product_of(node, q, k, transposed=True)
+    return None if found is None else Scores(*found, node, nodes=(node,), leading=(_leading(node),))
+
+
+def product_of(node: fx.Node, a: object, b: object, *, transposed: bool) -> tuple[Heads, Heads] | None:
+    """The factors of a matrix product of three, four or five axes. `transposed`: the second one is `[..., D, keys]`."""
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return None
+    rank = scores_rank(node)
+    if {scores_rank(a), scores_rank(b)} != {rank}:
+        return None
+    tokens, lanes = (rank - 1, rank - 2) if transposed else (rank - 2, rank - 1)
+    if rank == 3:
+        return Heads(a, (0, 1, None, 2)), Heads(b, (0, tokens, None, lanes))
     if rank == 4:
-        return Scores(Heads(q, (0, 2, 1, 3)), Heads(k, (0, 3, 1, 2)), node, nodes=(node,))
-    return Scores(Heads(q, (0, 1, None, 2)), Heads(k, (0, 2, None, 1)), node, nodes=(node,)) if rank == 3 else None
+        return Heads(a, (0, 2, 1, 3)), Heads(b, (0, tokens, 1, lanes))
+    wide, one = _leading(node), sizes(cast(torch.Tensor, fake_tensor(b)))[:3]
+    # The head (k, g) of all reads k of few, or the one of one.
+    if rank != 5 or _leading(a) != wide or one not in (wide, (*wide[:2], 1), (wide[0], 1, 1)):
+        return None
+    return Heads(a, (0, 3, 1, 4), group=2), Heads(b, (0, tokens, 1, lanes), group=2)
+
+
+def _leading(node: fx.Node) -> tuple[Size, ...]:
+    return sizes(cast(torch.Tensor, fake_tensor(node)))[:-2]
 
 
 def einsum(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str] | None:
@@ -316,14 +399,16 @@ def einsum(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str
 
 
 def one_head_or_each(batch: str, token: str, lane: str) -> tuple[set[str], ...]:
-    """The letters that keys or values may have: all, or all but the heads', where one head serves all queries."""
+    """The letters that keys or values may have: all, or all but those of the heads, or of the second axis of heads,
+    where one head serves all queries, or all of a group."""
     every = {*batch, token, lane}
-    return (every, every - {batch[1]}) if len(batch) == 2 else (every,)
+    return (every, *(every - set(batch[n:]) for n in range(1, len(batch))))
 
 
 def heads_of_letters(node: fx.Node, word: str, batch: str, token: str, lane: str) -> Heads:
-    head = word.index(batch[1]) if len(batch) == 2 and batch[1] in word else None
-    return Heads(node, (word.index(batch[0]), word.index(token), head, word.index(lane)))
+    found = [word.index(letter) if letter in word else None for letter in batch[1:]]
+    head, group = (*found, None, None)[:2]
+    return Heads(node, (word.index(batch[0]), word.index(token), head, word.index(lane)), group)
 
 
 def _row_maximum(maximum: object, scores: object) -> list[fx.Node] | None:
