@@ -13,6 +13,8 @@ from .tiles import Tile, wide_tables
 
 MOST_WARPS = {1: 16, 2: 12, 4: 8}
 """By the slots that a thread holds of q or k: what the registers are enough for, 128, 168 and 255 a thread."""
+MOST_HEAVY_WARPS = {1: 12, 2: 12, 4: 8}
+"""The same of a backward with more to keep: LayerNorm, biases, lanes that change places."""
 
 STAGES = {H100: 0, H200: 3}
 """Tokens on their way. An H100 has not tried it."""
@@ -36,23 +38,27 @@ def unsupported(options: Options, head_dim: int, heads: Sequence[int], itemsize:
     )
 
 
-def shape(slots: Mapping[str, Constant], heads: Sequence[int]) -> tuple[int, int] | None:
+def shape(
+    slots: Mapping[str, Constant], heads: Sequence[int], most: Mapping[int, int] = MOST_WARPS
+) -> tuple[int, int] | None:
     """(`UNROLL`, warps) of a block that holds a token; None if none does."""
-    for unroll in MOST_WARPS:
+    for unroll in most:
         warps = _warps(slots, heads, unroll)
-        if warps <= MOST_WARPS.get(unroll * int(slots["CHUNKS"]), 0):
+        if warps <= most.get(unroll * int(slots["CHUNKS"]), 0):
             return unroll, warps
     return None
 
 
 def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], card: Card = H100) -> Tile:
     """For an instance of the forward; without stages a block takes one token."""
-    return _staged(_tile(constants), constants, accesses, 1, card)
+    return _staged(_tile(constants, MOST_WARPS), constants, accesses, 1, card)
 
 
 def backward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], card: Card = H100) -> Tile:
     """For an instance of the backward."""
-    return _staged(_tile(constants), constants, accesses, 2, card)
+    changes_places = constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
+    heavy = constants["NORM"] == "LAYER" or constants["NEEDS_BIAS"] or changes_places
+    return _staged(_tile(constants, MOST_HEAVY_WARPS if heavy else MOST_WARPS), constants, accesses, 2, card)
 
 
 def blocks(tile: Tile, tokens: int, multiprocessors: int) -> int:
@@ -86,12 +92,12 @@ def _token_bytes(constants: Mapping[str, Constant], itemsize: int, kinds: int) -
     return kinds * heads * int(constants["HEAD_DIM"]) * itemsize
 
 
-def _tile(constants: Mapping[str, Constant]) -> Tile:
+def _tile(constants: Mapping[str, Constant], most: Mapping[int, int]) -> Tile:
     """As many blocks as the registers have room for."""
-    found = shape(constants, [int(constants["Q_HEADS"]), int(constants["K_HEADS"])])
+    found = shape(constants, [int(constants["Q_HEADS"]), int(constants["K_HEADS"])], most)
     assert found is not None
     unroll, warps = found
-    return Tile(warps, MOST_WARPS[unroll * int(constants["CHUNKS"])] // warps, unroll=unroll)
+    return Tile(warps, most[unroll * int(constants["CHUNKS"])] // warps, unroll=unroll)
 
 
 def _warps(slots: Mapping[str, Constant], heads: Sequence[int], unroll: int) -> int:

@@ -148,8 +148,11 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       const Head head = team.head(u, lane);
+      if (ROTATES && (SEVERAL || !NORM_FIRST)) {
+        forget_unpacked(tables.cos);
+        forget_unpacked(tables.sin);
+      }
       if (SEVERAL) {
-        if (ROTATES) forget_unpacked(tables.cos), forget_unpacked(tables.sin);
         x = input(u, mean);
         g = gradient(u);
       }
