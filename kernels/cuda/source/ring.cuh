@@ -6,14 +6,13 @@
 // again. A lane has at most one copy, the same for every token: some heads of x or of g, or a piece of a table's row.
 // A sectioned MRoPE table is put together by its copies, so that a slot holds one row of it.
 #pragma once
+#include "bulk.cuh"
 #include "streams.cuh"
 
 constexpr bool STAGED_TABLES = TABLES == STAGED && ROTATES;
 constexpr bool STAGED_HEADS = STAGES > 0 && HAS_X && IN_BYTES == 16 && GRAD_BYTES == 16;
 // Accesses that are narrower than the host planned, because an address is, are none that a bulk copy takes.
 constexpr bool WALKS_STAGED = STAGED_HEADS && (!STAGED_TABLES || TABLE_BYTES == 16);
-
-__device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
 struct Ring {
   static constexpr int X_HEAD = HEAD_DIM * int(sizeof(In)), G_HEAD = HEAD_DIM * int(sizeof(Grad));  // bytes
@@ -44,8 +43,8 @@ struct Ring {
   __device__ Ring(const Arguments& args, const char* memory, const unsigned long long* all_barriers, int first_head)
       : from(nullptr), batch(0), token(0), size(0), to(0), stage(0), parity(0) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    slots = shared_address(memory) + warp * WARP;
-    barriers = shared_address(all_barriers) + warp * STAGES * 8;
+    slots = bulk::shared_address(memory) + warp * WARP;
+    barriers = bulk::shared_address(all_barriers) + warp * STAGES * 8;
     bytes = at_most(HEADS - first_head) * (X_HEAD + G_HEAD) + (SLOT - COS);
     if (lane < 2 * RUNS) {
       copies_heads(args, first_head, lane % RUNS, lane < RUNS);
@@ -54,10 +53,8 @@ struct Ring {
     }
     if (lane == 0) {
 #pragma unroll
-      for (int s = 0; s < STAGES; ++s) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + s * 8) : "memory");
-      }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copies see barriers that are set up
+      for (int s = 0; s < STAGES; ++s) bulk::init(barriers + s * 8);
+      bulk::fence();  // the copies see barriers that are set up
     }
     __syncwarp();
   }
@@ -65,29 +62,20 @@ struct Ring {
   // Slot `s`, which nobody reads from any more, is to hold this token.
   __device__ __forceinline__ void fill(int s, const Token& of) const {
     const unsigned barrier = barriers + s * 8;
-    if (threadIdx.x % 32 == 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    }
+    if (threadIdx.x % 32 == 0) bulk::expect(barrier, bytes);
     if (size > 0) {
       const char* const source = from + (BATCHED ? of.batch * batch : 0) + of.index * token;
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                   ::"r"(slots + s * SLOT + to), "l"(source), "r"(size), "r"(barrier) : "memory");
+      bulk::copy(slots + s * SLOT + to, source, size, barrier);
     }
   }
 
   // The next token is there.
-  __device__ __forceinline__ void wait() const {
-    unsigned done = 0;
-    while (!done) {
-      asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                   : "=r"(done) : "r"(barriers + stage * 8), "r"(parity) : "memory");
-    }
-  }
+  __device__ __forceinline__ void wait() const { bulk::wait(barriers + stage * 8, parity); }
   __device__ __forceinline__ Raw<In> x(const Lane& lane, bool active) const {
-    return take<In>(READ, slots + stage * SLOT + lane.head * X_HEAD, lane, active);
+    return bulk::take_head<In>(READ, slots + stage * SLOT + lane.head * X_HEAD, lane, active);
   }
   __device__ __forceinline__ Raw<Grad> g(const Lane& lane, bool active) const {
-    return take<Grad>(WRITE, slots + stage * SLOT + G + lane.head * G_HEAD, lane, active);
+    return bulk::take_head<Grad>(WRITE, slots + stage * SLOT + G + lane.head * G_HEAD, lane, active);
   }
   __device__ __forceinline__ void tables(RotationRaw& raw, const Lane& lane) const {
     const unsigned slot_of_stage = slots + stage * SLOT;
@@ -115,7 +103,7 @@ struct Ring {
   // async proxy, and only a proxy fence orders the two: without one the copy may overtake reads that wait in the queue of
   // the multiprocessor's loads. Neither __syncwarp nor the barrier's arrival is one.
   __device__ __forceinline__ static void taken() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    bulk::fence();
     __syncwarp();
   }
   __device__ __forceinline__ void advance() {
@@ -162,35 +150,8 @@ struct Ring {
     to = (of_cos ? COS : SIN) + begin * int(sizeof(Table));
   }
 
-  template <class T>
-  __device__ __forceinline__ static Raw<T> take(Side side, unsigned head, const Lane& lane, bool active) {
-    Raw<T> raw;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      const int slot = lane.slot_of(c);
-      const bool here = active && lane.holds(c);
-#pragma unroll
-      for (int i = 0; i < PAIRS; i += 16 / int(sizeof(T))) {
-        take_16_bytes(raw.first[c], i, head + (vector_lane(side, slot, 0) + i) * int(sizeof(T)), here);
-        take_16_bytes(raw.second[c], i, head + (vector_lane(side, slot, 1) + i) * int(sizeof(T)), here);
-      }
-    }
-    return raw;
-  }
-
   __device__ __forceinline__ static void take_entries(Vector<Table, PAIRS>& v, int i, unsigned table, int entry,
                                                       bool needed) {
-    take_16_bytes(v, i, table + entry * int(sizeof(Table)), needed);
-  }
-
-  // They become the elements from i on; zeros where not active.
-  template <class T>
-  __device__ __forceinline__ static void take_16_bytes(Vector<T, PAIRS>& v, int i, unsigned address, bool active) {
-    const int w = i * int(sizeof(T)) / 4;
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n\t"
-        "@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
-        : "=&r"(v.words[w]), "=&r"(v.words[w + 1]), "=&r"(v.words[w + 2]), "=&r"(v.words[w + 3])
-        : "r"(address), "r"(int(active)) : "memory");
+    bulk::take_16_bytes(v, i, table + entry * int(sizeof(Table)), needed);
   }
 };
