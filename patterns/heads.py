@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand, Step
-from fusion_pass.graph.vocabulary import Size, fake, fake_tensor, holds, operation, sizes
+from fusion_pass.graph.vocabulary import CASTS, Size, fake, fake_tensor, holds, operation, sizes
 
 
 @dataclass(frozen=True)
@@ -348,3 +348,19 @@ def number(value: object) -> float | None:
         return float(value)
     except GuardOnDataDependentSymNode:
         return None
+
+
+def constant(effects: Effects, value: object) -> float | None:
+    """A number, also one that the graph holds as a floating-point tensor of one number, rounded to its dtype."""
+    tensor = fake_tensor(value)
+    if not isinstance(value, fx.Node) or tensor is None:
+        return number(value)
+    if effects.writes(value) or not value.args or not tensor.is_floating_point():
+        return None
+    name = operation(value)
+    at = {"tensor": 0, "scalar_tensor": 0, "full": 1}.get(name)
+    if name in CASTS:
+        found = constant(effects, value.args[0])
+    else:
+        found = number(value.args[at]) if at is not None and len(value.args) > at else None
+    return None if found is None else float(torch.tensor(found, dtype=tensor.dtype))

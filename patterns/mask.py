@@ -21,21 +21,26 @@ key, and is passed on as numbers elsewhere. The page `docs/masks.md` has the rea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import cast
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand, Step
 from fusion_pass.graph.vocabulary import Size, fake_tensor, operation, sizes
 from fusion_pass.kernels.attention_problem import mask_floor
 
 from . import index_terms as terms
+from .heads import constant
 from .index_reading import IndexReader
 from .index_terms import AtMostZero, Axis, Element, Entry, Formula, IsZero, Linear, Number, Select
+from .ranges import Ranges
 
 _KEY, _QUERY = 1, 2
 """Axes of the scores, from the right."""
@@ -63,6 +68,8 @@ class MaskTerm:
     """The score that a boolean mask gives a hidden key."""
     factor: float = 1.0
     """What the masked scores are multiplied by later."""
+    raised: float = -math.inf
+    """No score is less than this later: a hidden key has it, or more."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,56 @@ class MaskRefused(Exception):
 
 def prove(reader: IndexReader, masks: Sequence[MaskTerm], frame: Frame, anchor: fx.Node) -> SeenKeys:
     """What `masks` together let a query see, for a call that reads its operands at `anchor`. Raises `MaskRefused`."""
-    return _Proof(reader, masks, frame, anchor).seen()
+    whole = _Proof(reader, masks, frame, anchor)
+    apart = [part for mask in masks for part in ([mask] if whole.is_read(mask) else _apart(reader, mask))]
+    if len(apart) > len(masks):
+        with suppress(MaskRefused):
+            return _Proof(reader, apart, frame, anchor).seen()
+    return whole.seen()
+
+
+def _apart(reader: IndexReader, mask: MaskTerm) -> list[MaskTerm]:
+    """An additive mask as the bias and the mask that the graph makes it of, as ALiBi and causality; else `mask`."""
+    node = mask.node
+    if mask.meaning is not Meaning.ADDED or node.op not in ("call_function", "call_method") or node.kwargs:
+        return [mask]
+    find = _PARTS.get(operation(node))
+    parts = None if find is None else find(reader.effects, mask, *node.args)
+    if parts is None or any(fake_tensor(part.node) is None or reader.effects.writes(part.node) for part in parts):
+        return [mask]
+    return [mask] if reader.effects.writes(node) else parts
+
+
+def _summands(_: Effects, mask: MaskTerm, *args: object) -> list[MaskTerm] | None:
+    nodes = [a for a in args if isinstance(a, fx.Node)]
+    return [replace(mask, node=a) for a in nodes] if len(nodes) == len(args) == 2 else None
+
+
+def _filled(effects: Effects, mask: MaskTerm, *args: object) -> list[MaskTerm] | None:
+    """`x.masked_fill(m, c)`, and `where(m, x, c)` with a number in either place: x, and c where m says."""
+    if len(args) != 3:
+        return None
+    node, meaning = mask.node, Meaning.HIDDEN
+    x, chosen, value = args
+    if operation(node) == "where":
+        chosen, x = (x, chosen) if node.op == "call_function" else (chosen, x)
+        meaning = Meaning.SEEN
+        if constant(effects, value) is None:
+            x, value, meaning = value, x, Meaning.HIDDEN
+    number = constant(effects, value)
+    floor = mask_floor(cast(torch.Tensor, fake_tensor(node)).dtype)
+    if not isinstance(x, fx.Node) or not isinstance(chosen, fx.Node) or number is None:
+        return None
+    if not number <= floor or not number * mask.factor <= floor:
+        return None
+    return [replace(mask, node=x), replace(mask, node=chosen, meaning=meaning, hidden=number)]
+
+
+_PARTS: dict[str, Callable[..., list[MaskTerm] | None]] = {
+    "add": _summands,
+    "masked_fill": _filled,
+    "where": _filled,
+}
 
 
 def visible(element: Element, dtype: torch.dtype, factor: float = 1.0) -> Formula | None:
@@ -146,34 +202,40 @@ def visible(element: Element, dtype: torch.dtype, factor: float = 1.0) -> Formul
             return None
 
 
-def hides_by_numbers(element: Element) -> bool:
-    """Whether an additive mask (`visible`) hides a key by a finite number."""
+def numbers_in(element: Element) -> list[float]:
+    """The numbers that an additive mask (`visible`) chooses from."""
     match element:
         case Number(value):
-            return value < 0 and math.isfinite(value)
+            return [value]
         case Select(_, yes, no):
-            return hides_by_numbers(yes) or hides_by_numbers(no)
+            return [*numbers_in(yes), *numbers_in(no)]
         case _:
-            return False
+            return []
+
+
+def hides_by_numbers(element: Element) -> bool:
+    """Whether an additive mask (`visible`) hides a key by a finite number."""
+    return any(value < 0 and math.isfinite(value) for value in numbers_in(element))
 
 
 class _Proof:
     def __init__(self, reader: IndexReader, masks: Sequence[MaskTerm], frame: Frame, anchor: fx.Node) -> None:
         self.reader, self.masks, self.frame, self.anchor = reader, masks, frame, anchor
         self.rank = frame.batch_axis
+        self.ranges = Ranges(reader.effects)
 
     def seen(self) -> SeenKeys:
         known: list[tuple[MaskTerm, Formula]] = []
         data: list[MaskTerm] = []
         for term in self.masks:
             self._check_tensor(term)
-            formula = self._formula(term.node, term.reader, term.meaning, term.factor, self._rank(term))
+            formula = self._formula_of(term)
             if formula is None:
                 data.append(term)
             else:
                 known.append((term, formula))
         whole = terms.conjuncts(terms.every(formula for _, formula in known))
-        safe = not data and self._every_row_sees_a_key(whole)
+        safe = self._every_row_sees_a_key(whole) and all(self._is_small(term, known) for term in data)
         if not safe and any(self._hides_by_numbers(term, term in data) for term in self.masks):
             return SeenKeys(mask=self._numbers())
         facts = _with_runs(self.reader, whole)
@@ -190,6 +252,17 @@ class _Proof:
         else:
             mask = self._explicit([term for term, _ in known], frozenset(rest), whole, safe)
         return SeenKeys(bounds.causal, bounds.left, bounds.right, q_segments, k_segments, mask)
+
+    def is_read(self, term: MaskTerm) -> bool:
+        """Whether it is known where a mask lets a key be seen, or the mask cannot be one."""
+        try:
+            self._check_tensor(term)
+        except MaskRefused:
+            return True
+        return self._formula_of(term) is not None
+
+    def _formula_of(self, term: MaskTerm) -> Formula | None:
+        return self._formula(term.node, term.reader, term.meaning, term.factor, self._rank(term))
 
     def _formula(self, node: fx.Node, reader: fx.Node, meaning: Meaning, factor: float, rank: int) -> Formula | None:
         """Where the mask `node` lets a key be seen, for scores that have `rank` axes where it meets them."""
@@ -231,18 +304,46 @@ class _Proof:
                 f"The mask {node.name!r} holds {tensor.dtype} and is added to the scores; what is added has to be "
                 "floating-point numbers."
             )
-        if not self.frame.takes(shape, self._rank(term)):
+        if not self.frame.takes(shape, self._rank(term)) and not self._was_added(term, tensor):
             raise MaskRefused(
                 f"The mask {node.name!r} has shape {list(shape)}, which does not broadcast to the scores, {self.frame}."
             )
+
+    def _was_added(self, term: MaskTerm, mask: torch.Tensor) -> bool:
+        """Whether the graph itself has joined `mask` to scores of the full shape, and guards what it asks of sizes."""
+        scores, rank = fake_tensor(term.reader), self._rank(term)
+        extent = self.frame.extent_at(rank)
+        if scores is None or sizes(scores) != tuple(extent[rank - axis] for axis in range(rank)):
+            return False
+        pairs = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
+        return mask.dim() <= rank and all(
+            statically_known_true(m == n) or statically_known_true(m == 1) for m, n in pairs
+        )
 
     # --- hidden by numbers -------------------------------------------------------------------------------------------
 
     def _hides_by_numbers(self, term: MaskTerm, is_data: bool) -> bool:
         """Whether a key is hidden by a finite number. The numbers of an additive mask of data are just added."""
+        if math.isfinite(term.raised):
+            return True
         if term.meaning is Meaning.ADDED:
             return not is_data and hides_by_numbers(self.reader.read(term.node, term.reader))
         return math.isfinite(term.hidden)
+
+    def _is_small(self, term: MaskTerm, known: Iterable[tuple[MaskTerm, Formula]]) -> bool:
+        """Whether the numbers of a mask of data are too small to bring back a key that `known` masks hide by one."""
+        hidden = [-max(number, other.raised) for other, _ in known for number in self._hiding(other)]
+        if math.isfinite(term.raised):
+            hidden.append(-term.raised)
+        found = self.ranges.of(term.node) if term.meaning is Meaning.ADDED else None
+        largest = math.inf if found is None else max(map(abs, found)) * term.factor
+        return largest <= min(hidden, default=math.inf) / 2
+
+    def _hiding(self, term: MaskTerm) -> list[float]:
+        """The numbers that hide keys."""
+        if term.meaning is not Meaning.ADDED:
+            return [term.hidden * term.factor]
+        return [number * term.factor for number in numbers_in(self.reader.read(term.node, term.reader)) if number < 0]
 
     def _every_row_sees_a_key(self, parts: frozenset[Formula]) -> bool:
         """Whether one of three keys is seen in every row: the one on either diagonal, or the first."""
@@ -268,6 +369,11 @@ class _Proof:
                 "depends on all of them, and one can be passed on."
             )
         (mask,) = self.masks
+        if math.isfinite(mask.raised):
+            raise MaskRefused(
+                f"The scores are raised to {mask.raised:.6g} behind the mask {mask.node.name!r}, and a row may see no "
+                "key: all its keys have that number then."
+            )
         if mask.meaning is Meaning.ADDED:
             return self._passed_on(mask)
         if self._wants_gradient():
@@ -375,15 +481,15 @@ class _Proof:
 
     def _passed_on(self, mask: MaskTerm) -> Operand:
         """One mask, whole."""
-        if mask.factor != 1:
-            raise MaskRefused(
-                f"The scores are scaled after {mask.node.name!r}, whose values are data, was added to them."
-            )
         if self.reader.effects.last_write(mask.node, mask.reader) is not self.reader.effects.last_write(
             mask.node, self.anchor
         ):
             raise MaskRefused(f"The mask {mask.node.name!r} is overwritten before the attention is finished.")
-        return self._operand(mask.node, mask.meaning is Meaning.HIDDEN, self._rank(mask))
+        operand = self._operand(mask.node, mask.meaning is Meaning.HIDDEN, self._rank(mask))
+        if mask.factor == 1 or mask.meaning is not Meaning.ADDED:
+            return operand
+        # In float32: the bias of a far key is large, and what the scores differ by is not.
+        return Operand(operand.node, (Step("to", (torch.float32,)), Step("mul", (mask.factor,)), *operand.steps))
 
     def _explicit(
         self, masks: Sequence[MaskTerm], rest: frozenset[Formula], whole: frozenset[Formula], safe: bool

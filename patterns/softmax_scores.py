@@ -9,6 +9,7 @@ Becomes     `Scores`:  cap tanh(inner q.k) + masks. The operator's `scale` is in
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, in_p
 from fusion_pass.kernels.attention_problem import mask_floor
 
 from .facts import Refused
-from .heads import Heads, number, number_times
+from .heads import Heads, constant, number, number_times
 from .mask import MaskTerm, Meaning
 
 PRODUCTS = frozenset({"matmul", "baddbmm", "einsum"})
@@ -131,7 +132,7 @@ class Parser:
         name = _name(node)
         rule = _RULES.get(name)
         if rule is None:
-            self.blocker = node
+            self.blocker = self.blocker or node
             return None
         self._depth += 1
         try:
@@ -160,14 +161,16 @@ class Parser:
         return _scores(node, q, k)
 
     def _baddbmm(self, node: fx.Node) -> Scores | None:
-        if len(node.args) != 3:
+        by_name = [node.kwargs[name] for name in ("batch1", "batch2") if name in node.kwargs]
+        if len(node.args) + len(by_name) != 3 or not node.args:
             return None
-        bias, q, k = node.args
-        alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        given: list[object] = [*node.args, *by_name]
+        bias, q, k = given
+        alpha, beta = (number(node.kwargs.get(name, 1)) for name in ("alpha", "beta"))
         scores = _scores(node, q, k)
-        if scores is None or not isinstance(alpha, int | float) or beta not in (0, 1):
+        if scores is None or alpha is None or beta not in (0, 1):
             return None
-        scores = replace(scores, inner=float(alpha))
+        scores = replace(scores, inner=alpha)
         if beta == 0:
             return scores
         return replace(scores, masks=(MaskTerm(cast(fx.Node, bias), node, Meaning.ADDED),))
@@ -215,7 +218,7 @@ class Parser:
         if scores is None or taken is None or scores.sinks is not None:
             return None
         factor = taken[1]
-        masks = tuple(replace(mask, factor=mask.factor * factor) for mask in scores.masks)
+        masks = tuple(replace(mask, factor=mask.factor * factor, raised=mask.raised * factor) for mask in scores.masks)
         for mask in masks:
             if mask.meaning is not Meaning.ADDED:
                 _check_hides(mask.reader, mask.hidden * mask.factor * _USUAL_FACTOR)
@@ -232,7 +235,10 @@ class Parser:
     def _add(self, node: fx.Node) -> Scores | None:
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
             return None
-        for x, mask in (node.args, node.args[::-1]):
+        pairs: list[Sequence[object]] = [node.args, node.args[::-1]]
+        if _shape(node.args[0]) != _shape(node):  # the scores have the shape of the sum; a bias mostly has not
+            pairs.reverse()
+        for x, mask in pairs:
             scores = self._of(x, node)
             if scores is not None and isinstance(mask, fx.Node) and fake_tensor(mask) is not None:
                 return self._masked(scores, node, MaskTerm(mask, node, Meaning.ADDED))
@@ -255,7 +261,7 @@ class Parser:
         scores = self._of(x, node)
         if scores is None or not isinstance(mask, fx.Node):
             return None
-        number = _constant(self.effects, value)
+        number = constant(self.effects, value)
         if number is None:
             raise Refused(f"{node.name!r} replaces hidden scores by {value}, which is no known number.")
         _check_hides(node, number)
@@ -272,6 +278,22 @@ class Parser:
         chain = _row_maximum(maximum, x)
         scores = self._of(x, node) if chain is not None else None
         return None if scores is None or chain is None else replace(scores.through(*chain, node), shifted=True)
+
+    def _raised(self, node: fx.Node) -> Scores | None:
+        """Scores, but no less than a number that hides: the least one, so that none becomes -inf."""
+        x, *numbers = node.args
+        numbers += [node.kwargs[name] for name in ("min", "other") if name in node.kwargs]
+        number = constant(self.effects, numbers[0]) if len(numbers) == 1 else None
+        if node.kwargs.keys() - {"min", "other"} or number is None or not math.isfinite(number):
+            return None
+        scores = self._of(x, node)
+        if (
+            scores is None
+            or scores.sinks is not None
+            or number > mask_floor(cast(torch.Tensor, fake_tensor(node)).dtype)
+        ):
+            return None
+        return replace(scores, masks=tuple(replace(mask, raised=number) for mask in scores.masks)).through(node)
 
     def _cat(self, node: fx.Node) -> Scores | None:
         """Sinks as one more column."""
@@ -304,6 +326,7 @@ _RULES: dict[str, Callable[[Parser, fx.Node], Scores | None]] = {
     "where": Parser._where,
     "sub": Parser._sub,
     "cat": Parser._cat,
+    **dict.fromkeys(("max", "maximum", "clamp", "clamp_min"), Parser._raised),
 }
 
 
@@ -333,18 +356,9 @@ def scores_rank(node: fx.Node) -> int:
     return 0 if tensor is None else tensor.dim()
 
 
-def _constant(effects: Effects, value: object) -> float | None:
-    """A number, also one that the graph holds as a tensor."""
-    if isinstance(value, fx.Node):
-        if effects.writes(value) or not value.args:
-            return None
-        name = operation(value)
-        if name in CASTS:
-            return _constant(effects, value.args[0])
-        at = {"tensor": 0, "scalar_tensor": 0, "full": 1}.get(name)
-        if fake_tensor(value) is not None:
-            value = value.args[at] if at is not None and len(value.args) > at else None
-    return number(value)
+def _shape(node: object) -> tuple[Size, ...]:
+    tensor = fake_tensor(node)
+    return () if tensor is None else sizes(tensor)
 
 
 def _scores(node: fx.Node, q: object, k: object) -> Scores | None:

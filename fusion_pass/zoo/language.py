@@ -66,6 +66,8 @@ _GPT_J = {
     "attn_pdrop": 0.0,
 }
 
+_ALIBI = {"head_dim": None, "num_key_value_heads": None, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+
 MODELS: dict[str, Builder] = {
     "llama": _causal_lm("LlamaConfig"),
     "qwen3": _causal_lm("Qwen3Config", _kinds("full_attention")),
@@ -149,4 +151,23 @@ MODELS: dict[str, Builder] = {
     "gpt_neox": _causal_lm("GPTNeoXConfig", lambda n: {"head_dim": None, "num_key_value_heads": None}),
     "gptj": _causal_lm("GPTJConfig", lambda n: {**_GPT_J, "n_layer": n}),
     "glm4": _causal_lm("Glm4Config"),
+    "bloom": _causal_lm("BloomConfig", lambda n: {**_ALIBI, "n_head": 4, "n_layer": n}),
+    "mpt": _causal_lm(
+        "MptConfig",
+        lambda n: {
+            **_ALIBI,
+            "hidden_size": None,
+            "num_hidden_layers": None,
+            "num_attention_heads": None,
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": n,
+            "expansion_ratio": 2,
+            "max_seq_len": 256,
+        },
+    ),
+    "falcon_rw": _causal_lm(
+        "FalconConfig",
+        lambda n: {**_ALIBI, "alibi": True, "multi_query": False, "new_decoder_architecture": False},
+    ),
 }

@@ -64,6 +64,9 @@ FOUND = {
     "gpt_neox": PACKED,
     "gptj": ONE_PAIR,
     "glm4": ONE_PAIR,
+    "bloom": Found(),  # ALiBi: attention alone
+    "mpt": Found(),
+    "falcon_rw": Found(),
     "qwen2_vl": ONE_PAIR,
     "qwen2_5_vl": ONE_PAIR,
     "glm4v": ONE_PAIR,

@@ -10,7 +10,7 @@ import torch
 
 from fusion_pass import zoo
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 CAUSAL = {"causal": "top_left"}
@@ -62,6 +62,40 @@ def test_language_model(name: str, attention: str) -> None:
 )
 def test_diffusion_model(name: str, expected: list[dict[str, Any]]) -> None:
     assert sites(name, None) == expected
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [
+        ("bloom", "alibi_1.unflatten(0, (-1, 4))"),  # [B * H, 1, S]
+        ("mpt", "position_bias"),  # [H, 1, S]
+        ("falcon_rw", "truediv"),  # [B, H, 1, S], masked as a whole by the model
+    ],
+)
+def test_bias_by_distance(name: str, bias: str, dynamic: bool | None) -> None:
+    """ALiBi stays a small tensor, and causality is proved beside it."""
+    assert sites(name, None, dynamic=dynamic) == [{"mask": bias, **CAUSAL}]
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_batch_and_heads_in_one_axis(dynamic: bool | None) -> None:
+    """XGLM, which is not in the zoo: it raises its scores to a number that float64 has and its tensor has not."""
+    sizes = {"d_model": 64, "ffn_dim": 64, "num_layers": 1, "attention_heads": 4, "vocab_size": 128}
+    dropouts = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
+    model = transformers.XGLMForCausalLM(transformers.XGLMConfig(**sizes, **dropouts))
+    module, values = graphs.captured(model, dynamic=dynamic, input_ids=torch.randint(3, 128, (2, 24)), use_cache=False)
+    (place,) = graphs.check(module, values)
+    assert isinstance(place, graphs.Site), place.reason
+    assert graphs.conditions(place) == CAUSAL
+
+
+def test_bias_by_distance_in_a_padded_batch_is_refused() -> None:
+    """Its rows may see no key. BLOOM counts positions of an input too."""
+    model, inputs = zoo.build("mpt")
+    padding = torch.tensor([[0] * 5 + [1] * 19, [1] * 24])
+    ((module, _),) = graphs.capture(model, **inputs, attention_mask=padding)
+    assert "hide keys by finite numbers, and a row may see no key" in graphs.refusal(module)
 
 
 def test_masks_of_data_stay() -> None:

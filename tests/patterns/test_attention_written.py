@@ -514,10 +514,6 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda q, k, v: (q @ k.mT + k.sum(-1)[:, :, None] + q.sum(-1)[..., None]).softmax(-1) @ v,
         "The scores have two masks of data, ",
     ),
-    "a mask of data scaled with the scores": (
-        lambda q, k, v: ((q @ k.mT + k.sum(-1)[:, :, None]) * 2.0).softmax(-1) @ v,
-        "The scores are scaled after 'getitem', whose values are data, was added to them.",
-    ),
     "a mask of data beside one that is no bound": (
         lambda q, k, v: (
             ((s := q @ k.mT).masked_fill(_every_other(s), -math.inf) + k.sum(-1)[:, :, None]).softmax(-1) @ v

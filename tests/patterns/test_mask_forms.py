@@ -172,7 +172,6 @@ NEAR_MISSES: dict[str, tuple[Mask, dict[str, Any]]] = {
     "a bonus": (lambda q, k: additive(columns(k) <= rows(q), 1.0), {"mask": "where"}),
     "visible at 1": (lambda q, k: torch.where(columns(k) <= rows(q), 1.0, LOWEST), {"mask": "where"}),
     "floating-point positions": (lambda q, k: columns(k).bfloat16() <= rows(q).bfloat16(), {"mask": "le"}),
-    "alibi": (lambda q, k: additive(columns(k) <= rows(q)) + 0.1 * (columns(k) - rows(q)), {"mask": "add"}),
 }
 
 
