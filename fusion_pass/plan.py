@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -140,7 +141,7 @@ def plan_site(
         if node._erased:
             raise Unplannable(f"{node.name!r}, which the call needs, became part of another fusion.")
         if not isinstance(fake(node), FakeTensor):
-            raise Unplannable(f"The graph carries no shape information (no fake value) for {node.name!r}.")
+            raise Unplannable(_why_not_evaluated(node))
     _check_single_reader(site)
     nodes = [operand.node for operand in operands.values()]
     after = _insertion_point(site, nodes)
@@ -152,6 +153,19 @@ def plan_site(
         plan = _evaluated(site, operands, options, config, after)
         repeats.keep(plan, operands, options)
     return plan
+
+
+def _why_not_evaluated(node: fx.Node) -> str:
+    """Why a call that reads or replaces `node` cannot be evaluated on fake tensors."""
+    value = fake(node)
+    if isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+        if is_batchedtensor(value):
+            return f"{node.name!r} is inside torch.func.vmap, for which the operators have no batching rule."
+        return (
+            f"{node.name!r} is inside torch.func.grad, vjp or jvp, which the operators are not made for; "
+            "backward() through the compiled function is fused."
+        )
+    return f"The graph carries no shape information (no fake value) for {node.name!r}."
 
 
 def _evaluated(
