@@ -89,6 +89,26 @@ def share_of_earlier_scores(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tenso
     return (s.softmax(-1) @ v) * (total - x[0, :, 0, 0].unsqueeze(-1)).sigmoid().unsqueeze(-1)
 
 
+def of_three_axes(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    s = q @ k.mT
+    return (s.softmax(-1) @ v) * (s.logsumexp(-1) - x[0, 0, 0]).sigmoid().unsqueeze(-1)
+
+
+def without_its_first_key(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    return torch.cat((scores(q, k), sink(x)), -1).softmax(-1)[..., 1:] @ v
+
+
+def without_its_last_query(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    weights = torch.cat((scores(q, k), sink(x)), -1).softmax(-1)
+    return weights[:, :, :-1] @ torch.cat((v, v[:, :, :1]), 2)
+
+
+def written_as_a_row(s: Tensor, x: Tensor) -> Tensor:
+    s.view(-1).mul_(2.0)
+    return s
+
+
 READ: dict[str, Model] = {
     "plain": changed(lambda s, x: s),
     "a product that adds": lambda *args: added_by_product(*args, alpha=0.3),
@@ -99,6 +119,7 @@ READ: dict[str, Model] = {
     "written twice": changed(written_twice),
     "any axes": lambda q, k, v, x: torch.einsum("...qd,...kd->...qk", q, k).softmax(-1) @ v,
     "letters": lambda q, k, v, x: torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1) @ v,
+    "letters, values in front": lambda q, k, v, x: torch.einsum("bhkd,bhqk->bhqd", v, scores(q, k).softmax(-1)),
     "less the maximum": changed(lambda s, x: s - s.amax(-1, keepdim=True)),
     "beside a tensor that takes the result's dtype": lambda q, k, v, x: v.to(scores(q, k).softmax(-1) @ v).transpose(
         1, 2
@@ -167,6 +188,16 @@ NOT_READ: dict[str, Model] = {
     "a tensor that takes the weights' dtype": lambda q, k, v, x: x.to(scores(q, k).softmax(-1)) @ v,
     "a tensor of the weights' type": lambda q, k, v, x: x.type_as(scores(q, k).softmax(-1)) @ v,
     "a share of earlier scores": share_of_earlier_scores,
+    "a share in eight bits": rescaled(
+        lambda s, x: (s.logsumexp(-1) - x).to(torch.float8_e4m3fn).float().sigmoid().unsqueeze(-1)
+    ),
+    "a share of three axes": of_three_axes,
+    "without its first key": without_its_first_key,
+    "without its last query": without_its_last_query,
+    "written as a row": changed(written_as_a_row),
+    "values summed over the queries": lambda q, k, v, x: (
+        torch.einsum("bhqk,bhkd->bhd", scores(q, k).softmax(-1), v)
+    ),
     "a sink cut to an integer": with_sink(lambda s, column: torch.cat((s, column.to(torch.int64).to(s.dtype)), -1)),
     "a share of the bits of a number": rescaled(
         lambda s, x: (s.logsumexp(-1) - x.to(torch.half).view(torch.bfloat16).float()).sigmoid().unsqueeze(-1)
