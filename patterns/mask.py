@@ -488,8 +488,9 @@ class _Proof:
         operand = self._operand(mask.node, mask.meaning is Meaning.HIDDEN, self._rank(mask))
         if mask.factor == 1 or mask.meaning is not Meaning.ADDED:
             return operand
-        # In float32: the bias of a far key is large, and what the scores differ by is not.
-        return Operand(operand.node, (Step("to", (torch.float32,)), Step("mul", (mask.factor,)), *operand.steps))
+        # In float32 at least: the bias of a far key is large, and what the scores differ by is not.
+        wide = torch.promote_types(cast(torch.Tensor, fake_tensor(mask.node)).dtype, torch.float32)
+        return Operand(operand.node, (Step("to", (wide,)), Step("mul", (mask.factor,)), *operand.steps))
 
     def _explicit(
         self, masks: Sequence[MaskTerm], rest: frozenset[Formula], whole: frozenset[Formula], safe: bool

@@ -281,7 +281,7 @@ class Parser:
 
     def _raised(self, node: fx.Node) -> Scores | None:
         """Scores, but no less than a number that hides: the least one, so that none becomes -inf."""
-        x, *numbers = node.args
+        x, *numbers = node.args or (None,)
         numbers += [node.kwargs[name] for name in ("min", "other") if name in node.kwargs]
         number = constant(self.effects, numbers[0]) if len(numbers) == 1 else None
         if node.kwargs.keys() - {"min", "other"} or number is None or not math.isfinite(number):

@@ -70,6 +70,9 @@ def overwritten_number(s: Tensor, x: Tensor) -> Tensor:
     return torch.where(x > 0, s, number)
 
 
+LOWEST = torch.finfo(torch.float32).min
+
+
 def written_twice(s: Tensor, x: Tensor) -> Tensor:
     s.mul_(2.0)
     s.add_(x)
@@ -176,6 +179,9 @@ NOT_READ: dict[str, Model] = {
     ),
     "scores by name": lambda q, k, v, x: torch.matmul(input=q, other=k.mT).softmax(-1) @ v,
     "a cast by name": lambda q, k, v, x: torch.clone(input=scores(q, k)).softmax(-1) @ v,
+    "a least number by name": lambda q, k, v, x: (
+        torch.clamp(input=scores(q, k).masked_fill(~causal(x), LOWEST), min=LOWEST).softmax(-1) @ v
+    ),
     "a cap by name": lambda q, k, v, x: torch.tanh(input=scores(q, k)).softmax(-1) @ v,
     "a column by name": with_sink(lambda s, column: torch.cat(tensors=(s, column), dim=-1)),
     "a maximum by name": lambda q, k, v, x: (

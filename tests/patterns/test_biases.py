@@ -113,6 +113,18 @@ def test_scaled_bias() -> None:
     assert found["mask"].endswith(".to(torch.float32).mul(0.5)")
 
 
+def test_scaled_bias_of_float64() -> None:
+    """It is not rounded to float32 before it is scaled."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return ((q @ k.mT + bias) * 0.3).softmax(-1) @ v
+
+    module, _ = graphs.captured(model, *torch.randn(3, B, H, S, D).double(), torch.randn(H, S, S).double())
+    mask = graphs.site(module).call.tensors["mask"]
+    assert mask is not None
+    assert mask.steps[0].args == (torch.float64,)
+
+
 HIDDEN = "hide keys by finite numbers, and a row may see no key"
 
 UNBOUNDED: dict[str, tuple[Model, Tensor]] = {
