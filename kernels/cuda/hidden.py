@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from ..card import H100, H200, Card, nearest
 from ..options import Options
 from .instance import WIDEST, Access, Constant, heads_per_warp, slot_constants
-from .tiles import Tile, wide_tables
+from .tiles import Tile
 
 MOST_WARPS = {1: 16, 2: 12, 4: 8}
 """By the slots that a thread holds of q or k: what the registers are enough for, 128, 168 and 255 a thread."""
 MOST_HEAVY_WARPS = {1: 12, 2: 12, 4: 8}
 """The same of a backward with more to keep: LayerNorm, biases, lanes that change places."""
 
-STAGES = {H100: 0, H200: 3}
+STAGES = {H100: 0, H200: 2}
 """Tokens on their way. An H100 has not tried it."""
+HEADS_A_COPY = 2
 SHARED_BYTES = 192 * 1024
 """Of a multiprocessor, for the slots of all its blocks: the rest is the L1's."""
 
@@ -49,16 +50,21 @@ def shape(
     return None
 
 
-def forward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], card: Card = H100) -> Tile:
-    """For an instance of the forward; without stages a block takes one token."""
-    return _staged(_tile(constants, MOST_WARPS), constants, accesses, 1, card)
+def forward_tile(
+    constants: Mapping[str, Constant], accesses: Mapping[str, Access], adjoin: bool, card: Card = H100
+) -> Tile:
+    """For an instance of the forward; without stages a block takes one token. `adjoin`: the heads of a token follow
+    each other in memory."""
+    return _staged(_tile(constants, MOST_WARPS), constants, accesses, adjoin, card)
 
 
-def backward_tile(constants: Mapping[str, Constant], accesses: Mapping[str, Access], card: Card = H100) -> Tile:
+def backward_tile(
+    constants: Mapping[str, Constant], accesses: Mapping[str, Access], adjoin: bool, card: Card = H100
+) -> Tile:
     """For an instance of the backward."""
     changes_places = constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
     heavy = constants["NORM"] == "LAYER" or constants["NEEDS_BIAS"] or changes_places
-    return _staged(_tile(constants, MOST_HEAVY_WARPS if heavy else MOST_WARPS), constants, accesses, 2, card)
+    return _staged(_tile(constants, MOST_HEAVY_WARPS if heavy else MOST_WARPS), constants, accesses, adjoin, card)
 
 
 def blocks(tile: Tile, tokens: int, multiprocessors: int) -> int:
@@ -66,30 +72,47 @@ def blocks(tile: Tile, tokens: int, multiprocessors: int) -> int:
     return min(tokens, multiprocessors * tile.blocks)
 
 
-def shared_bytes(instance_constants: Mapping[str, Constant], itemsize: int, kinds: int) -> int:
-    """Of a block's slots; `kinds`: x, or x and g."""
-    return int(instance_constants["STAGES"]) * _token_bytes(instance_constants, itemsize, kinds)
+def shared_bytes(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> int:
+    """Of an instance's slots in a block."""
+    return int(constants["STAGES"]) * _token_bytes(constants, accesses, constants["TABLES"] == "STAGED")
 
 
 def _staged(
-    tile: Tile, constants: Mapping[str, Constant], accesses: Mapping[str, Access], kinds: int, card: Card
+    tile: Tile, constants: Mapping[str, Constant], accesses: Mapping[str, Access], adjoin: bool, card: Card
 ) -> Tile:
     """With the stages that have room, where x and g come by bulk copies."""
     x = accesses["IN_BYTES"]
-    heads = heads_per_warp(constants) * tile.unroll
-    if accesses.get("GRAD_BYTES", x) != x or x != Access(WIDEST, x.itemsize) or kinds * heads > 32:
+    if accesses.get("GRAD_BYTES", x) != x or x != Access(WIDEST, x.itemsize):
         return tile
-    of_a_token = _token_bytes({**constants, "WARPS": tile.warps, "UNROLL": tile.unroll}, x.itemsize, kinds)
+    # The lanes of a warp make one copy each.
+    copies = _kinds(accesses) * max(int(constants["Q_HEADS"]), int(constants["K_HEADS"]))
+    a_copy = max(HEADS_A_COPY, -(-copies // 32)) if adjoin else 1
+    tables = (
+        constants["ROTATES"]
+        and constants["MROPE"] == "NO_MROPE"
+        and accesses["TABLE_BYTES"].bytes == WIDEST
+        and not constants["GATHER"]
+        and not constants["COUNTED"]
+    )
+    of_a_token = _token_bytes(constants, accesses, bool(tables))
     stages = min(STAGES[nearest(card, STAGES) or H100], SHARED_BYTES // (tile.blocks * of_a_token))
     if stages < 2:
         return tile
-    return tile._replace(stages=stages, tables="ahead" if wide_tables(accesses) else "last")
+    return tile._replace(stages=stages, heads_a_copy=a_copy, tables="staged" if tables else "last")
 
 
-def _token_bytes(constants: Mapping[str, Constant], itemsize: int, kinds: int) -> int:
-    """Of a token in shared memory."""
-    heads = int(constants["WARPS"]) * int(constants["UNROLL"]) * heads_per_warp(constants)
-    return kinds * heads * int(constants["HEAD_DIM"]) * itemsize
+def _kinds(accesses: Mapping[str, Access]) -> int:
+    """x, or x and g."""
+    return 2 if "GRAD_BYTES" in accesses else 1
+
+
+def _token_bytes(constants: Mapping[str, Constant], accesses: Mapping[str, Access], tables: bool) -> int:
+    """Of a token in shared memory; `tables`: each row has the token's cos and sin."""
+    heads = [int(constants[name]) for name in ("Q_HEADS", "K_HEADS")]
+    of_heads = _kinds(accesses) * sum(heads) * int(constants["HEAD_DIM"]) * accesses["IN_BYTES"].itemsize
+    entries = int(constants["ROTARY_DIM"]) // (1 if constants["PER_LANE"] else 2)
+    rows = sum(count > 0 for count in heads)
+    return of_heads + (2 * rows * entries * accesses["TABLE_BYTES"].itemsize if tables else 0)
 
 
 def _tile(constants: Mapping[str, Constant], most: Mapping[int, int]) -> Tile:

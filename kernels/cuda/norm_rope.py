@@ -116,7 +116,7 @@ def forward_work(
     }
     types = {"In": ELEMENTS[q.x.dtype], "Out": ELEMENTS[q.out.dtype], "Acc": ELEMENTS[acc]}
     if rows:
-        tile = hidden.forward_tile(constants, accesses, card)
+        tile = hidden.forward_tile(constants, accesses, _adjoin(inputs), card)
     else:
         tile = forward_tile(constants, accesses, acc.itemsize, card)
     ahead = prefetched_tokens(site.tokens, sum(site.heads[:2]) * site.head_dim * q.x.element_size(), card)
@@ -137,7 +137,7 @@ def forward_work(
     shared = 0
     if rows:
         blocks = hidden.blocks(tile, site.tokens, multiprocessors) if tile.stages else site.tokens
-        shared = hidden.shared_bytes(instance.constants, q.x.element_size(), 1)
+        shared = hidden.shared_bytes(instance.constants, accesses)
         arguments.integers(blocks)
     else:
         groups = -(-(site.heads[0] + site.heads[1]) // (heads_per_warp(slots) * tile.unroll))
@@ -248,11 +248,11 @@ class BackwardWork:
             constants["V_HEADS"], copy = 0, None
         accesses = self._accesses()
         if self._rows:
-            tile = hidden.backward_tile(constants, accesses, card)
+            tile = hidden.backward_tile(constants, accesses, _adjoin([*self._grads, *self._read]), card)
         else:
             tile = backward_tile(constants, accesses, self._acc.itemsize, card, packed=self._copy is not None)
-        if not self._heads_adjoin():
-            tile = tile._replace(heads_a_copy=1)
+            if not _adjoin([*self._grads, *self._read]):
+                tile = tile._replace(heads_a_copy=1)
         constants["DEFERS"] = overlaps and self._may_defer(tile)
         deferred = deferred_tokens(site.tokens, self._dx_bytes()) if constants["DEFERS"] else 0
         kernel = "hidden_backward" if self._rows else "backward"
@@ -288,7 +288,7 @@ class BackwardWork:
         stored = () if self._rows else (site.tokens - deferred,)
         self._write_rest(arguments, [partial], blocks, *stored)
         grid = blocks + (0 if copy is None else _moving_blocks(site, self._slots, tile.warps))
-        shared = hidden.shared_bytes(instance.constants, accesses["IN_BYTES"].itemsize, 2) if self._rows else 0
+        shared = hidden.shared_bytes(instance.constants, accesses) if self._rows else 0
         self._add(instance, grid, 32 * tile.warps, arguments, overlaps=True, shared=shared)
         if partial is not None:
             self._add_sums(partial, instance, deferred)
@@ -306,11 +306,6 @@ class BackwardWork:
         filled = len(self._filled) == len(self._streams)
         whole = self._copy is None and filled and not self._rows
         return bool(self._kinds) and whole and 32 * tile.warps == _SUM_THREADS
-
-    def _heads_adjoin(self) -> bool:
-        """The heads of a token of x, and of its gradient, follow each other in memory."""
-        read = (*self._grads, *self._read)
-        return all(t.dim() == 4 and (t.shape[2] == 1 or t.stride(2) == t.shape[3]) for t in read)
 
     def _dx_bytes(self) -> int:
         """Of one token."""
@@ -390,6 +385,11 @@ class BackwardWork:
     ) -> None:
         launch = Launch(instance, blocks, threads, arguments, self._grads[0].device, overlaps, shared)
         self.works.append(Work(launch, arguments.tensors))
+
+
+def _adjoin(tensors: Sequence[Tensor]) -> bool:
+    """The heads of a token follow each other in memory."""
+    return all(t.dim() == 4 and (t.shape[2] == 1 or t.stride(2) == t.shape[3]) for t in tensors)
 
 
 def _moving_blocks(site: Site, slots: dict[str, Constant], warps: int) -> int:

@@ -1,7 +1,7 @@
 // Bulk copies from memory to shared memory, the barriers that count their bytes, and reads of what they brought (sm_90 and
 // later). All addresses of shared memory are 32-bit.
 #pragma once
-#include "lanes.cuh"
+#include "tables.cuh"
 
 namespace bulk {
 
@@ -59,6 +59,30 @@ __device__ __forceinline__ Raw<T> take_head(Side side, unsigned head, const Lane
     }
   }
   return raw;
+}
+
+// As `RotationRaw::load` (tables.cuh), from one row of either table in shared memory.
+__device__ __forceinline__ void take_tables(RotationRaw& raw, unsigned cos, unsigned sin, const Lane& lane) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    const int slot = lane.slot_of(c);
+    const bool needed = rotated(slot) && lane.holds(c);
+#pragma unroll
+    for (int i = 0; i < PAIRS; i += 16 / int(sizeof(Table))) {
+      if (PER_LANE) {
+        const int first = (vector_lane(WRITE, slot, 0) - ROTARY_START + i) * int(sizeof(Table));
+        const int second = (vector_lane(WRITE, slot, 1) - ROTARY_START + i) * int(sizeof(Table));
+        take_16_bytes(raw.cos.first[c], i, cos + first, needed);
+        take_16_bytes(raw.sin.first[c], i, sin + first, needed);
+        take_16_bytes(raw.cos.second[c], i, cos + second, needed);
+        take_16_bytes(raw.sin.second[c], i, sin + second, needed);
+      } else {
+        const int entry = pair_index(slot, i) * int(sizeof(Table));
+        take_16_bytes(raw.cos.first[c], i, cos + entry, needed);
+        take_16_bytes(raw.sin.first[c], i, sin + entry, needed);
+      }
+    }
+  }
 }
 
 }  // namespace bulk

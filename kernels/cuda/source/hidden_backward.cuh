@@ -23,7 +23,10 @@ struct HiddenBackwardArguments {
 };
 static_assert(sizeof(HiddenBackwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
-constexpr bool WALKS_STAGED = STAGES > 0 && IN_BYTES == 16 && GRAD_BYTES == 16;
+// Accesses that are narrower than the host planned, because an address is, are none that a bulk copy takes.
+constexpr bool WALKS_STAGED =
+    STAGES > 0 && IN_BYTES == 16 && GRAD_BYTES == 16 && (!STAGED_TABLES || TABLE_BYTES == 16);
+using Ring = RowRing<2, WALKS_STAGED>;
 constexpr int SUMS = int(NEEDS_WEIGHT) + int(NEEDS_BIAS);
 // Columns of a row of `partial`: q_weight, q_bias, k_weight, k_bias, those that are needed.
 constexpr int Q_COLUMNS = Q_HEADS * HEAD_DIM, K_COLUMNS = K_HEADS * HEAD_DIM;
@@ -48,24 +51,23 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
     return;
   }
   extern __shared__ __align__(128) char slots[];
-  __shared__ unsigned long long barriers[STAGES > 0 ? WARPS * STAGES : 1];
-  __shared__ alignas(16) Acc of_warps[2][WARPS][SUMS_AT_ONCE];
+  __shared__ unsigned long long barriers[2][STAGES > 0 ? STAGES : 1];
+  __shared__ alignas(16) Exchange::Sums exchanged;
   const Lane lane;
   const Team team;
-  const bool stores = (team.is_q ? args.dq.base : args.dk.base) != nullptr;
-  Exchange exchange{of_warps, 0};
+  const Heads &x_heads = team.is_q ? args.q : args.k, &g_heads = team.is_q ? args.q_grad : args.k_grad;
+  Ring ring(x_heads, g_heads, args.tables, slots, barriers, team);
+  Exchange exchange(exchanged);
   Walk here(blockIdx.x, unsigned(args.blocks), args.sequence), ahead = here;
-
-  using Ring = RowRing<2, WALKS_STAGED>;
-  Ring ring(team.is_q ? args.q : args.k, team.is_q ? args.q_grad : args.k_grad, slots, barriers, team);
-  RotationRaw tables;
   if (WALKS_STAGED) {
 #pragma unroll
     for (int s = 0; s < STAGES; ++s, ahead.advance()) {
       if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
     }
-    if (TABLES == AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
   }
+  const Places x_places(x_heads, team, lane), g_places(g_heads, team, lane);
+  const Places to(team.is_q ? args.dq : args.dk, team, lane);
+  const bool stores = to.heads.base != nullptr;
   Raw<Param> weight[UNROLL];
   Tile dweight[UNROLL], dbias[UNROLL];
 #pragma unroll
@@ -75,37 +77,35 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
     dweight[u] = dbias[u] = Tile{};
   }
 
-  while (here.flat < args.tokens) {
+  for (bool first = true; here.flat < args.tokens; here.advance(), first = false) {
     const Token token = here.token();
-    here.advance();
-    if (TABLES == FIRST || (WALKS_STAGED && TABLES != AHEAD)) tables.load(args.tables, token, lane);
+    RotationRaw tables;
+    if (!(WALKS_STAGED && STAGED_TABLES) && TABLES == FIRST) tables.load(args.tables, token, lane);
     if (WALKS_STAGED) ring.wait();
     const auto load_x = [&](int u) {
-      const Head head = team.head(u, lane);
-      return WALKS_STAGED ? ring.template take<In>(0, u, READ, lane, head.exists)
-                          : load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
+      if constexpr (WALKS_STAGED) return ring.take<In>(0, u, READ, team, lane);
+      else return load_head<IN_BYTES, In>(READ, x_places.at(token, u, team, lane), lane, team.exists(u, lane));
     };
     const auto load_g = [&](int u) {
-      const Head head = team.head(u, lane);
-      const char* const gradient = head.at(args.q_grad, args.k_grad, token);
-      return WALKS_STAGED ? ring.template take<Grad>(1, u, WRITE, lane, head.exists)
-                          : load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, head.exists);
+      if constexpr (WALKS_STAGED) return ring.take<Grad>(1, u, WRITE, team, lane);
+      else return load_head<GRAD_BYTES, Grad>(WRITE, g_places.at(token, u, team, lane), lane, team.exists(u, lane));
     };
-    const auto done = [&] {
-      if (!WALKS_STAGED) return;
-      ring.refill(ahead.flat < args.tokens, ahead.token());
-      ahead.advance();
-    };
+    // A single slot is kept; several are read again behind the sums.
     Raw<In> kept_x;
     Raw<Grad> kept_g;
     if (!SEVERAL) {
       kept_x = load_x(0);
       kept_g = load_g(0);
-      done();
     }
-    if (!WALKS_STAGED && TABLES != FIRST) tables.load(args.tables, token, lane);
-    const auto input = [&](int u, Acc mean) {
-      return norm_input(SEVERAL ? load_x(u) : kept_x, tables, mean, lane, team.head(u, lane).exists);
+    if constexpr (WALKS_STAGED && STAGED_TABLES) ring.take_tables(tables, lane);
+    else if (TABLES != FIRST) tables.load(args.tables, token, lane);
+
+    const Acc part = one_over_lanes(team.is_q);
+    Acc mean = 0;
+    const auto input = [&](int u) {
+      Tile x = norm_input(SEVERAL ? load_x(u) : kept_x, Rotation(tables, lane), lane);
+      if (NORM == LAYER) subtract(x, team.exists(u, lane) ? mean : Acc(0), lane);
+      return x;
     };
     // g becomes the gradient of the norm's result.
     const auto gradient = [&](int u) {
@@ -113,21 +113,18 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
       if (ROTATES && NORM_FIRST) Rotation(tables, lane).apply_transposed(g, lane);
       return g;
     };
-
-    const Acc part = one_over_lanes(team.is_q);
-    Acc mean = 0;
     if (NORM == LAYER) {
       Acc total[1] = {0};
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) total[0] += sum_of(input(u, 0));
+      for (int u = 0; u < UNROLL; ++u) total[0] += sum_of(input(u));
       exchange.add_up(total, team);
       mean = total[0] * part;
     }
-    Acc sums[NORM == LAYER ? 3 : 2] = {};
+    Acc sums[SUMS_AT_ONCE] = {};
     Tile x, g;
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      x = input(u, mean);
+      x = input(u);
       g = gradient(u);
       Tile scaled = g;
       if (HAS_WEIGHT) multiply(scaled, unpack_weight(weight[u], lane));
@@ -135,11 +132,14 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
       sums[1] += sum_of(scaled, x);
       if constexpr (NORM == LAYER) sums[2] += sum_of(scaled);
     }
-    // The tables of the next token, as soon as those of this one are used.
-    constexpr bool USED = NORM_FIRST && !SEVERAL;
-    const bool next = WALKS_STAGED && TABLES == AHEAD && here.flat < args.tokens;
-    if (USED && next) tables.load(args.tables, here.token(), lane);
     exchange.add_up(sums, team);
+    if (WALKS_STAGED) {
+      // Everyone has what the slot held; several slots a thread are read once more, so that only the one before is free.
+      if (ring.copies) bulk::fence();
+      const bool more = ahead.flat < args.tokens && !(SEVERAL && first);
+      if (more) ring.fill(SEVERAL ? (ring.stage > 0 ? ring.stage : STAGES) - 1 : ring.stage, ahead.token());
+      if (!(SEVERAL && first)) ahead.advance();
+    }
     // dx = r u - x r^3 mean(u x), with u = g w; LayerNorm: that less r mean(u).
     const Acc r = reciprocal_root(sums[0] * part + Acc(args.eps)), projection = sums[1] * part * r * r * r;
     Acc mean_u = 0;
@@ -147,13 +147,12 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
 
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      const Head head = team.head(u, lane);
       if (ROTATES && (SEVERAL || !NORM_FIRST)) {
         forget_unpacked(tables.cos);
         forget_unpacked(tables.sin);
       }
       if (SEVERAL) {
-        x = input(u, mean);
+        x = input(u);
         g = gradient(u);
       }
       if (NEEDS_BIAS) add_scaled(dbias[u], g, 1);
@@ -163,11 +162,10 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
       add_scaled(g, x, -projection);
       if (NORM == LAYER) subtract(g, mean_u, lane);
       if (ROTATES && !NORM_FIRST) Rotation(tables, lane).apply_transposed(g, lane);
-      char* const out = head.at(args.dq, args.dk, token);
-      store_head<DX_BYTES>(READ, out, lane, pack_tile<In>(READ, g, lane), stores && head.exists);
+      char* const out = to.at(token, u, team, lane);
+      store_head<DX_BYTES>(READ, out, lane, pack_tile<In>(READ, g, lane), stores && team.exists(u, lane));
     }
-    if (SEVERAL) done();
-    if (!USED && next) tables.load(args.tables, here.token(), lane);
+    if (WALKS_STAGED) ring.advance();
   }
 
   if (SUMS > 0) {

@@ -17,10 +17,21 @@ struct HiddenForwardArguments {
 };
 static_assert(sizeof(HiddenForwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
-constexpr bool WALKS_STAGED = STAGES > 0 && IN_BYTES == 16;  // an address may not be what a bulk copy takes
+// Accesses that are narrower than the host planned, because an address is, are none that a bulk copy takes.
+constexpr bool WALKS_STAGED = STAGES > 0 && IN_BYTES == 16 && (!STAGED_TABLES || TABLE_BYTES == 16);
+using Ring = RowRing<1, WALKS_STAGED>;
+// y = r R(x w): without a bias only r has to wait for the sum.
+constexpr bool SCALES_LAST = !HAS_BIAS;
+// Weights in float take registers of those that several blocks share.
+constexpr bool FEW_REGISTERS = WARPS * BLOCKS > 20;
 
-// With a ring tables come where they are needed; without one early.
-constexpr bool EARLY = !WALKS_STAGED && TABLES == FIRST;
+// x, the norm's input less its mean, becomes the result but for the factor r; `weight` and `bias` of its head.
+__device__ __forceinline__ void weigh_and_rotate(Tile& x, Raw<Param>& weight, const Raw<Param>& bias,
+                                                 const Rotation& rotation, const Lane& lane) {
+  if (HAS_WEIGHT && FEW_REGISTERS) forget_unpacked(weight);
+  scale_and_shift(x, weight, bias, lane);
+  if (ROTATES && NORM_FIRST) rotation.apply(x, lane);
+}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
@@ -30,22 +41,21 @@ norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
     return;
   }
   extern __shared__ __align__(128) char slots[];
-  __shared__ unsigned long long barriers[STAGES > 0 ? WARPS * STAGES : 1];
-  __shared__ alignas(16) Acc of_warps[2][WARPS][SUMS_AT_ONCE];
+  __shared__ unsigned long long barriers[2][STAGES > 0 ? STAGES : 1];
+  __shared__ alignas(16) Exchange::Sums sums;
   const Lane lane;
   const Team team;
-  Exchange exchange{of_warps, 0};
-  Walk here(blockIdx.x, unsigned(args.blocks), args.sequence), ahead = here;
-
   const Heads& source = team.is_q ? args.q : args.k;
-  using Ring = RowRing<1, WALKS_STAGED>;
-  Ring ring(source, source, slots, barriers, team);
+  Ring ring(source, source, args.tables, slots, barriers, team);
+  Exchange exchange(sums);
+  Walk here(blockIdx.x, unsigned(args.blocks), args.sequence), ahead = here;
   if (WALKS_STAGED) {
 #pragma unroll
     for (int s = 0; s < STAGES; ++s, ahead.advance()) {
       if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
     }
   }
+  const Places from(source, team, lane), to(team.is_q ? args.q_out : args.k_out, team, lane);
   Raw<Param> weight[UNROLL], bias[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
@@ -57,58 +67,54 @@ norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
   for (; here.flat < args.tokens; here.advance()) {
     const Token token = here.token();
     RotationRaw tables;
-    if (EARLY) tables.load(args.tables, token, lane);
-    if (WALKS_STAGED) ring.wait();
-    const auto load_x = [&](int u) {
-      const Head head = team.head(u, lane);
-      return WALKS_STAGED ? ring.template take<In>(0, u, READ, lane, head.exists)
-                          : load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
-    };
-    const auto done = [&] {
-      if (!WALKS_STAGED) return;
-      ring.refill(ahead.flat < args.tokens, ahead.token());
-      ahead.advance();
-    };
-    Raw<In> kept;
-    if (!SEVERAL) {
-      kept = load_x(0);
-      done();
+    if (!(WALKS_STAGED && STAGED_TABLES) && TABLES == FIRST) tables.load(args.tables, token, lane);
+    Raw<In> raw[UNROLL];
+    if constexpr (WALKS_STAGED) {
+      ring.wait();
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) raw[u] = ring.take<In>(0, u, READ, team, lane);
+      if constexpr (STAGED_TABLES) ring.take_tables(tables, lane);
+    } else {
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        raw[u] = load_head<IN_BYTES, In>(READ, from.at(token, u, team, lane), lane, team.exists(u, lane));
+      }
     }
-    if (!EARLY && !NORM_FIRST) tables.load(args.tables, token, lane);
-    const auto input = [&](int u, Acc mean) {
-      return norm_input(SEVERAL ? load_x(u) : kept, tables, mean, lane, team.head(u, lane).exists);
-    };
+    if (!(WALKS_STAGED && STAGED_TABLES) && TABLES != FIRST) tables.load(args.tables, token, lane);
+    const Rotation rotation(tables, lane);
 
+    Tile y[UNROLL];
     Acc mean = 0;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) y[u] = norm_input(raw[u], rotation, lane);
     if (NORM == LAYER) {
       Acc total[1] = {0};
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) total[0] += sum_of(input(u, 0));
+      for (int u = 0; u < UNROLL; ++u) total[0] += sum_of(y[u]);
       exchange.add_up(total, team);
       mean = total[0] * one_over_lanes(team.is_q);
     }
     Acc squares[1] = {0};
-    Tile y;
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      y = input(u, mean);
-      squares[0] += sum_of(y, y);
+      if (NORM == LAYER) subtract(y[u], team.exists(u, lane) ? mean : Acc(0), lane);
+      squares[0] += sum_of(y[u], y[u]);
+      if (SCALES_LAST) weigh_and_rotate(y[u], weight[u], bias[u], rotation, lane);
     }
-    if (!EARLY && NORM_FIRST) tables.load(args.tables, token, lane);  // on their way during the exchange
     exchange.add_up(squares, team);
+    if (WALKS_STAGED) {
+      if (ring.copies) bulk::fence();
+      if (ahead.flat < args.tokens) ring.fill(ring.stage, ahead.token());
+      ahead.advance();
+      ring.advance();
+    }
     const Acc r = reciprocal_root(squares[0] * one_over_lanes(team.is_q) + Acc(args.eps));
 
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      const Head head = team.head(u, lane);
-      if (SEVERAL) y = input(u, mean);
-      if (HAS_WEIGHT) forget_unpacked(weight[u]);
-      scale(y, r);
-      scale_and_shift(y, weight[u], bias[u], lane);
-      if (ROTATES && NORM_FIRST) Rotation(tables, lane).apply(y, lane);
-      char* const out = head.at(args.q_out, args.k_out, token);
-      store_head<OUT_BYTES>(WRITE, out, lane, pack_tile<Out>(WRITE, y, lane), head.exists);
+      scale(y[u], r);
+      if (!SCALES_LAST) weigh_and_rotate(y[u], weight[u], bias[u], rotation, lane);
+      store_head<OUT_BYTES>(WRITE, to.at(token, u, team, lane), lane, pack_tile<Out>(WRITE, y[u], lane), team.exists(u, lane));
     }
-    if (SEVERAL) done();
   }
 }

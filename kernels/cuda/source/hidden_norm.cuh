@@ -69,11 +69,9 @@ __device__ __forceinline__ void accumulate_products(Tile& sum, const Tile& x, co
   }
 }
 
-// x as it lies in memory becomes the norm's input, less the row's mean (LayerNorm). Lanes that do not exist stay zero.
-__device__ __forceinline__ Tile norm_input(const Raw<In>& raw, const RotationRaw& tables, Acc mean, const Lane& lane,
-                                           bool exists) {
+// x as it lies in memory becomes the norm's input.
+__device__ __forceinline__ Tile norm_input(const Raw<In>& raw, const Rotation& rotation, const Lane& lane) {
   Tile x = unpack(READ, raw, lane);
-  if (ROTATES && !NORM_FIRST) Rotation(tables, lane).apply(x, lane);
-  if (NORM == LAYER) subtract(x, exists ? mean : Acc(0), lane);
+  if (ROTATES && !NORM_FIRST) rotation.apply(x, lane);
   return x;
 }

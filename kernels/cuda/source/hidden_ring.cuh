@@ -1,64 +1,87 @@
-// A warp's heads of the tokens that come next, on their way into shared memory while it computes (sm_90 and later): as
+// The rows of the tokens that come next, on their way into shared memory while the block computes (sm_90 and later): as
 // ring.cuh, for the teams of hidden.cuh.
 //
-// A warp has STAGES slots of its own, each for its heads of one token: x, and in the backward g. A lane has at most one
-// copy, the same for every token, of up to HEADS_A_COPY heads.
+// A team has STAGES slots, each for its row of one token: x, in the backward g, and (TABLES == STAGED) cos and sin. One warp
+// of the team makes the copies, behind the barrier at which the team adds up its sums: by then every warp has what the slot
+// held. A lane has one copy of up to HEADS_A_COPY heads, the same for every token; others only where heads do not adjoin.
 #pragma once
 #include "bulk.cuh"
 #include "hidden.cuh"
 
+constexpr bool STAGED_TABLES = TABLES == STAGED && ROTATES;
+
 // KINDS: 1 for x, 2 for x and g, whose elements are of one size. USED: where it is not, nothing is set up.
 template <int KINDS, bool USED>
 struct RowRing {
-  static constexpr int HEAD = HEAD_DIM * int(sizeof(In)), KIND = HEADS_A_WARP * HEAD;  // bytes
-  static constexpr int SLOT = KINDS * KIND, WARP = STAGES * SLOT;
-  static constexpr int A_COPY = HEADS_A_COPY < HEADS_A_WARP ? HEADS_A_COPY : HEADS_A_WARP;
-  static constexpr int RUNS = (HEADS_A_WARP + A_COPY - 1) / A_COPY;
-  static_assert(!USED || (KINDS * RUNS <= 32 && HEAD % 16 == 0), "a lane has one copy, of 16 bytes at a time");
+  static constexpr int HEAD = HEAD_DIM * int(sizeof(In));  // bytes
+  static constexpr int ENTRIES = PER_LANE ? ROTARY_DIM : ROTARY_DIM / 2, TABLE = ENTRIES * int(sizeof(Table));
+  static constexpr int OF_TABLES = STAGED_TABLES ? 2 * TABLE : 0;
+  static constexpr int Q_SLOT = KINDS * Q_HEADS * HEAD + OF_TABLES, K_SLOT = KINDS * K_HEADS * HEAD + OF_TABLES;
+  static constexpr int A_COPY = HEADS_A_COPY < MOST_HEADS ? HEADS_A_COPY : MOST_HEADS;
+  static constexpr int RUNS = (MOST_HEADS + A_COPY - 1) / A_COPY;
+  static_assert(!USED || HEAD % 16 == 0, "what a bulk copy takes");
+  static_assert(!STAGED_TABLES || (TABLE % 16 == 0 && MROPE == NO_MROPE), "what a bulk copy takes");
 
-  // This lane's copy.
+  // This lane's copy, of the warp that makes them.
   const char* from;
   long long batch, token;  // strides
   int size;  // 0: none
   unsigned to;  // within a slot
 
-  unsigned slots, barriers;  // of this warp
-  unsigned bytes;  // of all its copies of one token
+  const Heads &x, &g;
+  const Tables& tables;
+  bool is_q;
+  int heads;
+  unsigned slots, barriers;  // of this team
+  int slot_bytes, kind_bytes;
+  bool copies;  // by this warp
   int stage;  // the next slot to be taken from
   unsigned parity;  // of its barrier
 
-  // `x` and, for two kinds, `g`: of the team's stream.
-  __device__ RowRing(const Heads& x, const Heads& g, const char* memory, const unsigned long long* all_barriers,
-                     const Team& team)
-      : from(nullptr), batch(0), token(0), size(0), to(0), stage(0), parity(0) {
+  // `x` and, for two kinds, `g`: of the team's stream. All threads of the block come here, and then to a barrier.
+  __device__ RowRing(const Heads& x, const Heads& g, const Tables& tables, const char* memory,
+                     const unsigned long long (&all_barriers)[2][STAGES > 0 ? STAGES : 1], const Team& team)
+      : from(nullptr), batch(0), token(0), size(0), to(0), x(x), g(g), tables(tables), is_q(team.is_q),
+        heads(team.heads()), stage(0), parity(0) {
     if (!USED) return;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    slots = bulk::shared_address(memory) + warp * WARP;
-    barriers = bulk::shared_address(all_barriers) + warp * STAGES * 8;
-    bytes = KINDS * team.heads() * HEAD;
-    const int kind = lane / RUNS, first = lane % RUNS * A_COPY, left = team.heads() - first;
-    if (kind < KINDS && left > 0) {
-      const Heads& heads = kind == 0 ? x : g;
-      from = heads.at({0, 0}, team.first_head() + first, team.is_q);
-      batch = heads.batch;
-      token = heads.token;
-      size = (left < A_COPY ? left : A_COPY) * HEAD;
-      to = kind * KIND + first * HEAD;
+    const int lane = threadIdx.x % 32;
+    slot_bytes = team.is_q ? Q_SLOT : K_SLOT;
+    kind_bytes = team.heads() * HEAD;
+    slots = bulk::shared_address(memory) + (team.is_q ? 0 : STAGES * Q_SLOT);
+    barriers = bulk::shared_address(all_barriers[team.is_q ? 0 : 1]);
+    copies = team.warp == 0;
+    if (copies && first_head(lane) < heads && lane < KINDS * RUNS) {
+      const Heads& source = lane < RUNS ? x : g;
+      from = source.at({0, 0}, first_head(lane), is_q);
+      batch = source.batch;
+      token = source.token;
+      size = bytes(lane);
+      to = place(lane);
     }
-    if (lane == 0) {
+    if (copies && lane == 0) {
 #pragma unroll
       for (int s = 0; s < STAGES; ++s) bulk::init(barriers + s * 8);
-      bulk::fence();
+      bulk::fence();  // the copies see barriers that are set up
     }
     __syncwarp();
   }
 
   // Slot `s`, which nobody reads from any more, is to hold this token.
   __device__ __forceinline__ void fill(int s, const Token& of) const {
-    const unsigned barrier = barriers + s * 8;
-    if (threadIdx.x % 32 == 0) bulk::expect(barrier, bytes);
-    if (size > 0) {
-      bulk::copy(slots + s * SLOT + to, from + (BATCHED ? of.batch * batch : 0) + of.index * token, size, barrier);
+    if (!copies) return;
+    const int lane = threadIdx.x % 32;
+    const unsigned barrier = barriers + s * 8, slot = slots + s * slot_bytes;
+    if (lane == 0) bulk::expect(barrier, slot_bytes);
+    if (size > 0) bulk::copy(slot + to, from + (BATCHED ? of.batch * batch : 0) + of.index * token, size, barrier);
+#pragma unroll 1
+    for (int copy = lane + 32; copy < KINDS * RUNS; copy += 32) {
+      if (first_head(copy) >= heads) continue;
+      const char* const source = (copy < RUNS ? x : g).at(of, first_head(copy), is_q);
+      bulk::copy(slot + place(copy), source, bytes(copy), barrier);
+    }
+    if (STAGED_TABLES && lane < 2) {
+      const long long row = (BATCHED ? of.batch * tables.batch : 0) + of.index * tables.token;
+      bulk::copy(slot + KINDS * kind_bytes + lane * TABLE, (lane == 0 ? tables.cos : tables.sin) + row, TABLE, barrier);
     }
   }
   // The next token is there.
@@ -66,16 +89,25 @@ struct RowRing {
 
   // The u-th head of this thread.
   template <class T>
-  __device__ __forceinline__ Raw<T> take(int kind, int u, Side side, const Lane& lane, bool exists) const {
-    const unsigned head = slots + stage * SLOT + kind * KIND + (u * HEADS_PER_WARP + lane.head) * HEAD;
-    return bulk::take_head<T>(side, head, lane, exists);
+  __device__ __forceinline__ Raw<T> take(int kind, int u, Side side, const Team& team, const Lane& lane) const {
+    const unsigned head = slots + stage * slot_bytes + kind * kind_bytes + team.of_stream(u, lane) * HEAD;
+    return bulk::take_head<T>(side, head, lane, team.exists(u, lane));
   }
-  // All lanes have what the slot held: it is filled again, where there is a token.
-  __device__ __forceinline__ void refill(bool more, const Token& of) {
-    bulk::fence();
-    __syncwarp();
-    if (more) fill(stage, of);
+  __device__ __forceinline__ void take_tables(RotationRaw& raw, const Lane& lane) const {
+    const unsigned cos = slots + stage * slot_bytes + KINDS * kind_bytes;
+    bulk::take_tables(raw, cos, cos + TABLE, lane);
+  }
+  __device__ __forceinline__ void advance() {
     stage = stage + 1 < STAGES ? stage + 1 : 0;
     parity ^= stage == 0;
   }
+
+ private:
+  // Of the copies of a token: first those of x, then those of g.
+  __device__ static int first_head(int copy) { return copy % RUNS * A_COPY; }
+  __device__ int bytes(int copy) const {
+    const int left = heads - first_head(copy);
+    return (left < A_COPY ? left : A_COPY) * HEAD;
+  }
+  __device__ int place(int copy) const { return copy / RUNS * kind_bytes + first_head(copy) * HEAD; }
 };

@@ -72,6 +72,7 @@ __device__ __forceinline__ RowNorm row_norm(const TableGradientArguments& args, 
                                             bool is_q) {
   RotationRaw tables;
   if (!NORM_FIRST) tables.load(args.tables, token, lane);
+  const Rotation rotation(tables, lane);
   const int begin = is_q ? 0 : Q_HEADS, end = is_q ? Q_HEADS : HEADS;
   const Acc part = one_over_lanes(is_q);
   RowNorm row{};
@@ -81,7 +82,7 @@ __device__ __forceinline__ RowNorm row_norm(const TableGradientArguments& args, 
     for (int first = begin; first < end; first += HEADS_PER_WARP) {
       const Head head(first + lane.head, lane.exists && first + lane.head < end);
       const auto x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
-      total += sum_of(norm_input(x, tables, 0, lane, head.exists));
+      total += sum_of(norm_input(x, rotation, lane));
     }
     row.mean = warp_sum(total) * part;
   }
@@ -90,7 +91,8 @@ __device__ __forceinline__ RowNorm row_norm(const TableGradientArguments& args, 
   for (int first = begin; first < end; first += HEADS_PER_WARP) {
     const Head head(first + lane.head, lane.exists && first + lane.head < end);
     const auto x = load_head<IN_BYTES, In>(READ, head.at(args.q, args.k, token), lane, head.exists);
-    const Tile z = norm_input(x, tables, row.mean, lane, head.exists);
+    Tile z = norm_input(x, rotation, lane);
+    if (NORM == LAYER) subtract(z, head.exists ? row.mean : Acc(0), lane);
     squares += sum_of(z, z);
     if (NORM_FIRST) continue;
     const char* const gradient = head.at(args.q_grad, args.k_grad, token);

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cuda_cases import by_kernel
-from hidden_cases import BF16, DOUBLE, FLOAT, HIDDEN, HIDDEN_CASES, MODELS, OLMO2_7B
+from hidden_cases import BF16, DOUBLE, FLOAT, HIDDEN, HIDDEN_CASES, MODELS, OLMO2_7B, SECTIONED
 from norm_rope_cases import Case
 from torch import Tensor
 
@@ -51,16 +52,29 @@ def test_longer_rows_are_several_slots_a_thread(heads: tuple[int, int], itemsize
 
 @pytest.mark.parametrize("case", HIDDEN_CASES, ids=str)
 def test_slots_have_room(case: Case) -> None:
-    """In the shared memory of a multiprocessor, and a lane has at most one copy of a token."""
+    """Of each team's row, and of a row of either table where those come with it."""
     for kernel, kinds in (("forward", 1), ("backward", 2)):
         found = constants(case, kernel)
-        work = by_kernel(case, H200)[f"hidden_{kernel}"]
-        shared = work.launch._shared  # type: ignore[attr-defined]
-        a_warp = heads_per_warp(found) * found["UNROLL"]
-        of_a_token = kinds * found["WARPS"] * a_warp * case.head_dim * case.dtype.itemsize
-        assert shared == found["STAGES"] * of_a_token
+        shared = by_kernel(case, H200)[f"hidden_{kernel}"].launch._shared  # type: ignore[attr-defined]
+        row = kinds * (case.heads + case.kv_heads) * case.head_dim * case.dtype.itemsize
+        entries = found["ROTARY_DIM"] // (1 if case.per_lane else 2)
+        tables = 4 * entries * case.table_dtype.itemsize if found["TABLES"] == "STAGED" else 0
+        assert shared == found["STAGES"] * (row + tables)
         assert found["BLOCKS"] * shared <= hidden.SHARED_BYTES
-        assert not shared or kinds * a_warp <= 32
+
+
+@pytest.mark.parametrize(
+    ("change", "tables"),
+    [
+        ({}, "STAGED"),
+        ({"positions": "shared"}, "LAST"),
+        ({"options": {**HIDDEN, **SECTIONED}}, "LAST"),
+        ({"options": {**HIDDEN, "rotary_dim": 0}}, "LAST"),
+    ],
+)
+def test_tables_come_with_the_rows(change: dict[str, Any], tables: str) -> None:
+    """By copies of whole rows; what is gathered, or put together, is loaded."""
+    assert constants(replace(OLMO2_7B, **change), "backward")["TABLES"] == tables
 
 
 def test_tokens_come_through_shared_memory_where_it_was_measured() -> None:

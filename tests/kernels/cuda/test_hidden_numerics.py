@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from hidden_cases import HIDDEN_CASES, MODELS
-from norm_rope_cases import Case, call, make_inputs
+from norm_rope_cases import Case, Inputs, call, make_inputs, model
 from test_norm_rope_numerics import (  # noqa: F401  the fixture poisons `torch.empty`
     check,
+    gradients,
     poisoned_memory,
     relative_error,
 )
@@ -24,18 +25,40 @@ def test_on_gpu(case: Case, device: torch.device) -> None:
     check(case, "cuda", device)
 
 
+def dense(case: Case, device: torch.device) -> Inputs:
+    """The heads of a token follow each other, as they do in a model: a copy takes several. (Other tests have gaps.)"""
+    inputs = make_inputs(case, device)
+    inputs.x = [x.detach().contiguous().requires_grad_() for x in inputs.x]
+    return inputs
+
+
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_heads_that_adjoin(case: Case, device: torch.device) -> None:
+    inputs = dense(case, device)
+    exact_inputs = inputs.to(torch.float64, str(device))
+    results = [model(case, exact_inputs), model(case, inputs), call(case, inputs, "cuda")]
+    upstream = [torch.randn_like(t).double() for t in results[2]]
+    found = [
+        [*result, *gradients(result, upstream, of.differentiable())]
+        for result, of in zip(results, (exact_inputs, inputs, inputs), strict=True)
+    ]
+    for exact, eager, ours in zip(*found, strict=True):
+        rounding = torch.finfo(ours.dtype).eps * (0.5 if ours.dtype == torch.bfloat16 else 4)
+        assert relative_error(ours, exact) <= max(relative_error(eager, exact), rounding)
+
+
 @pytest.mark.parametrize("case", MODELS, ids=str)
 def test_the_same_bits_again(case: Case, device: torch.device) -> None:
     """Teams that meet at barriers of their own, slots that are filled again while others read: forty times."""
-    inputs = make_inputs(case, device)
+    inputs = dense(case, device)
     results = call(case, inputs, "cuda")
     grads = [torch.randn_like(t) for t in results]
     first = torch.autograd.grad(results, inputs.differentiable(), grads, retain_graph=True)
     for _ in range(40):
         again = call(case, inputs, "cuda")
         assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
-        gradients = torch.autograd.grad(results, inputs.differentiable(), grads, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(first, gradients, strict=True))
+        once_more = torch.autograd.grad(results, inputs.differentiable(), grads, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, once_more, strict=True))
 
 
 @pytest.mark.parametrize("offset", [1, 4])
