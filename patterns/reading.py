@@ -26,7 +26,9 @@ from .rotary import equal, rotation_between
 
 _SUMS = frozenset("add sub addcmul cat stack view_as_real sum einsum".split())
 _PRODUCTS = frozenset("mul addcmul einsum matmul".split())
-_ALLOCATIONS = frozenset("empty empty_like new_empty zeros zeros_like new_zeros clone".split())
+_FILLED = frozenset("empty empty_like new_empty zeros zeros_like new_zeros clone mul".split())
+"""What makes the memory that a rotation is written into, piece by piece, or added to."""
+
 _REDUCTIONS = frozenset("mean rms_norm layer_norm norm vector_norm var var_mean normalize l2_norm rsqrt".split())
 
 _HOMOGENEOUS = MOVEMENTS | CASTS | frozenset({"mul", "div", "add", "sub", "neg", "cat", "sum", "mean"})
@@ -147,7 +149,7 @@ def _ends_filling(node: fx.Node, effects: Effects) -> bool:
     if storage is None:
         return False
     origin = effects.origin[storage]
-    return operation(origin) in _ALLOCATIONS and effects.writes(target)[-1] is node
+    return operation(origin) in _FILLED and effects.writes(target)[-1] is node
 
 
 def read(effects: Effects, root_node: fx.Node) -> Reading | None:

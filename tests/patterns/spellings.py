@@ -87,6 +87,16 @@ def subtracted(q: Tensor, c: Tensor, s: Tensor) -> Tensor:
     return x
 
 
+def added_in_place(q: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    """LTX-2"""
+    x, c, s = q.unflatten(-1, (2, HALF)), c[..., None, :HALF], s[..., None, :HALF]
+    out = x * c
+    first, second = out[..., :1, :], out[..., 1:, :]
+    first.addcmul_(-s, x[..., 1:, :])
+    second.addcmul_(s, x[..., :1, :])
+    return out.flatten(-2)
+
+
 def flipped(q: Tensor, c: Tensor, s: Tensor) -> Tensor:
     sign = torch.tensor([-1.0, 1.0]).view(2, 1)
     return q * c + (q.unflatten(-1, (2, HALF)).flip(-2) * sign).flatten(-2) * s
@@ -108,6 +118,7 @@ ROTATIONS = (
     copied,
     addcmul,
     subtracted,
+    added_in_place,
     flipped,
 )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exactness import assert_exact, capture, find, reasons_of, sites_of
-from spellings import HALF, Attention, B, D, H, S, halves, inputs, rms
+from spellings import HALF, Attention, B, D, H, S, added_in_place, halves, inputs, rms
 from torch import fx
 
 from fusion_pass.patterns.facts import Refused
@@ -285,6 +285,24 @@ def test_tables_along_heads():
         return halves(q, c[:, :H].transpose(1, 2), s[:, :H].transpose(1, 2))
 
     refused("differ between heads", rotate=rotate)
+
+
+def test_tables_of_each_head():
+    """LTX-2 gives each head a part of the frequencies of the whole row."""
+    tables = torch.randn(2, 1, S, H, D)
+    refused("differ between heads", rotate=lambda q, c, s: added_in_place(q, *tables))
+
+
+def test_product_that_is_read_before_the_rest_is_added():
+    def rotate(q, c, s):
+        x, c, s = q.unflatten(-1, (2, HALF)), c[..., None, :HALF], s[..., None, :HALF]
+        out = x * c
+        early = out.sum()
+        out[..., :1, :].addcmul_(-s, x[..., 1:, :])
+        out[..., 1:, :].addcmul_(s, x[..., :1, :])
+        return out.flatten(-2) + early
+
+    refused("also read outside it, by 'early", rotate=rotate)
 
 
 @pytest.mark.parametrize(
