@@ -35,6 +35,7 @@ from .softmax_scores import (
     heads_of_letters,
     keeps_numbers,
     leading_axes,
+    letter_sizes,
     moved_leading,
     one_head_or_each,
     per_head,
@@ -220,8 +221,9 @@ class _Values:
                 (lane,) = lanes
                 axes = {row: 1, lane: 4 if len(batch) == 3 else 3, **dict(zip(batch, (0, 2, 3), strict=False))}
                 order = tuple(axes.get(letter, -1) for letter in out)
-                whole = set(words[1]) in one_head_or_each(batch, column, lane) and set(out) == set(axes)
-                if whole and (len(batch) > 1 or order == (0, 1, 3)):
+                leading = letter_sizes(weights, words[0], batch)
+                whole = one_head_or_each(operands[1], words[1], batch, column, lane, leading)
+                if whole and set(out) == set(axes) and (len(batch) > 1 or order == (0, 1, 3)):
                     return heads_of_letters(operands[1], words[1], batch, column, lane), order
         raise Refused(f"{product.name!r} multiplies the attention weights with values in a way that is not known.")
 

@@ -187,14 +187,16 @@ class Parser:
         if len(shared) != 1 or len(batch) not in (1, 2, 3):
             return None
         (lane,) = shared
-        if set(a) != {*batch, row, lane} or set(b) not in one_head_or_each(batch, column, lane):
+        if set(a) != {*batch, row, lane} or not one_head_or_each(second, b, batch, column, lane, leading_of(node)):
             return None
+        if letter_sizes(first, a, batch) != leading_of(node):
+            return None  # an axis of the queries is broadcast
         return Scores(
             heads_of_letters(first, a, batch, row, lane),
             heads_of_letters(second, b, batch, column, lane),
             node,
             nodes=(node,),
-            leading=(_leading(node),),
+            leading=(leading_of(node),),
         )
 
     # --- what is done to scores ---
@@ -363,7 +365,7 @@ def _shape(node: object) -> tuple[Size, ...]:
 
 def _scores(node: fx.Node, q: object, k: object) -> Scores | None:
     found = product_of(node, q, k, transposed=True)
-    return None if found is None else Scores(*found, node, nodes=(node,), leading=(_leading(node),))
+    return None if found is None else Scores(*found, node, nodes=(node,), leading=(leading_of(node),))
 
 
 def product_of(node: fx.Node, a: object, b: object, *, transposed: bool) -> tuple[Heads, Heads] | None:
@@ -378,14 +380,14 @@ def product_of(node: fx.Node, a: object, b: object, *, transposed: bool) -> tupl
         return Heads(a, (0, 1, None, 2)), Heads(b, (0, tokens, None, lanes))
     if rank == 4:
         return Heads(a, (0, 2, 1, 3)), Heads(b, (0, tokens, 1, lanes))
-    wide, one = _leading(node), sizes(cast(torch.Tensor, fake_tensor(b)))[:3]
+    wide, one = leading_of(node), sizes(cast(torch.Tensor, fake_tensor(b)))[:3]
     # The head (k, g) of all reads k of few, or the one of one.
-    if rank != 5 or _leading(a) != wide or one not in (wide, (*wide[:2], 1), (wide[0], 1, 1)):
+    if rank != 5 or leading_of(a) != wide or one not in (wide, (*wide[:2], 1), (wide[0], 1, 1)):
         return None
     return Heads(a, (0, 3, 1, 4), group=2), Heads(b, (0, tokens, 1, lanes), group=2)
 
 
-def _leading(node: fx.Node) -> tuple[Size, ...]:
+def leading_of(node: fx.Node) -> tuple[Size, ...]:
     return sizes(cast(torch.Tensor, fake_tensor(node)))[:-2]
 
 
@@ -412,11 +414,23 @@ def einsum(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node], tuple[str, str], str
     return (cast(fx.Node, operands[0]), cast(fx.Node, operands[1])), (words[0], words[1]), out
 
 
-def one_head_or_each(batch: str, token: str, lane: str) -> tuple[set[str], ...]:
-    """The letters that keys or values may have: all, or all but those of the heads, or of the second axis of heads,
-    where one head serves all queries, or all of a group."""
+def one_head_or_each(node: fx.Node, word: str, batch: str, token: str, lane: str, leading: tuple[Size, ...]) -> bool:
+    """Whether keys or values of these letters have all axes of `batch`, whose lengths are `leading`, or miss those of
+    the heads, or of the second axis of heads, which are of length one or not there: one head serves all queries, or all
+    of a group.
+    """
     every = {*batch, token, lane}
-    return (every, *(every - set(batch[n:]) for n in range(1, len(batch))))
+    letters = (every, *(every - set(batch[n:]) for n in range(1, len(batch))))
+    ones = (1,) * len(leading)
+    return set(word) in letters and any(
+        letter_sizes(node, word, batch) == (*leading[:n], *ones[n:]) for n in range(1, len(batch) + 1)
+    )
+
+
+def letter_sizes(node: fx.Node, word: str, letters: str) -> tuple[Size, ...]:
+    """The lengths of the axes of `node` that have `letters`, 1 where there is none."""
+    shape = sizes(cast(torch.Tensor, fake_tensor(node)))
+    return tuple(shape[word.index(letter)] if letter in word else 1 for letter in letters)
 
 
 def heads_of_letters(node: fx.Node, word: str, batch: str, token: str, lane: str) -> Heads:

@@ -96,6 +96,11 @@ GROUPED: dict[str, Model] = {
     "einsum, heads in another order": swapped,
     "einsum, added mask": by_einsum(lambda s: s + future(S) * torch.tensor(LOWEST)),
     "einsum, mask of five axes": by_einsum(lambda s: s.masked_fill(future(S)[None, None, None], LOWEST)),
+    "einsum, key heads with an axis of one": lambda q, k, v: torch.einsum(
+        "bkgst,btkgd->bskgd",
+        causal(torch.einsum("bskgd,btkgd->bkgst", q.view(B, S, K, G, D), k.view(B, S, K, 1, D))).softmax(-1),
+        v.view(B, S, K, 1, D),
+    ),
     "matmul, one key head for a group": by_matmul(lambda x: x.unsqueeze(2)),
     "matmul, by an index": by_matmul(lambda x: x[:, :, None]),
     "matmul, expanded": by_matmul(lambda x: x[:, :, None].expand(-1, -1, G, -1, -1)),
@@ -148,6 +153,17 @@ def test_the_queries_are_read_before_they_are_split() -> None:
 
     place = graphs.site(graphs.captured(model, *qkv())[0])
     assert [graphs.arguments(place)[name] for name in "qkv"] == ["q", "k", "v"]
+
+
+def test_one_key_head_for_all() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("bskgd,btd->bkgst", q.view(B, S, K, G, D), k[..., :D])
+        return torch.einsum("bkgst,btkd->bskgd", scores.softmax(-1), v.view(B, S, K, D)[:, :, 1:])
+
+    module, inputs = graphs.captured(model, *qkv())
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert (graphs.heads(place, "q"), graphs.heads(place, "k"), graphs.heads(place, "v")) == (H, 1, 1)
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -219,6 +235,30 @@ NOT_FUSED: dict[str, tuple[Model, str]] = {
             v.view(B, S, K, D),
         ),
         "multiplies queries and keys in a way that is not known",
+    ),
+    "keys of the other axis, broadcast": (
+        lambda q, k, v: torch.einsum(
+            "bkgst,btkd->bskgd",
+            torch.einsum("bskgd,btkgd->bkgst", q.view(B, S, K, G, D), q.view(B, S, H, D)[:, :, None, :G]).softmax(-1),
+            v.view(B, S, K, D),
+        ),
+        "multiplies queries and keys in a way that is not known",
+    ),
+    "queries that are broadcast": (
+        lambda q, k, v: torch.einsum(
+            "bkgst,btkd->bskgd",
+            torch.einsum("bskgd,btkd->bkgst", q.view(B, S, K, G, D)[:, :, :1], k.view(B, S, K, D)).softmax(-1),
+            v.view(B, S, K, D),
+        ),
+        "multiplies queries and keys in a way that is not known",
+    ),
+    "values of the other axis, broadcast": (
+        lambda q, k, v: torch.einsum(
+            "bkgst,btkgd->bskgd",
+            torch.einsum("bskgd,btkd->bkgst", q.view(B, S, K, G, D), k.view(B, S, K, D)).softmax(-1),
+            q.view(B, S, H, D)[:, :, None, :G],
+        ),
+        "multiplies the attention weights with values in a way that is not known",
     ),
     "values of the other axis": (
         lambda q, k, v: torch.einsum(
