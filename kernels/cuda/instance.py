@@ -1,7 +1,7 @@
 """What is fixed when a kernel is compiled: the constants that the sources in `source/` are written with.
 
 An instance depends on dtypes, options, head counts, which arguments there are, and how wide memory may be accessed;
-never on strides beyond their alignment or on eps, and on the number of tokens only where a forward of many prefetches.
+never on strides beyond their alignment or on eps, and on the number of tokens only by the tile (few or many).
 docs/cuda.md has a table of the constants.
 """
 
@@ -129,6 +129,7 @@ def tile_constants(tile: Tile) -> dict[str, Constant]:
         "TABLES": tile.tables.upper(),
         "STAGES": tile.stages,
         "HEADS_A_COPY": tile.heads_a_copy,
+        "FLAT": tile.flat,
         "PREFETCHES_HEADS": tile.prefetches in ("heads", "both"),
         "PREFETCHES_TABLES": tile.prefetches in ("tables", "both"),
     }

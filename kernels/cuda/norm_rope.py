@@ -33,7 +33,15 @@ from .instance import (
 from .launch import Arguments, Launch
 from .parameters import KINDS, ParameterGradient, Parameters
 from .site import Site
-from .tiles import TABLE_GRADIENT_WARPS, Tile, backward_tile, deferred_tokens, forward_tile, prefetched_tokens
+from .tiles import (
+    FEW_BYTES,
+    TABLE_GRADIENT_WARPS,
+    Tile,
+    backward_tile,
+    deferred_tokens,
+    forward_tile,
+    prefetched_tokens,
+)
 
 COUNTS_POSITIONS = True
 WRITES_IN_PLACE = True
@@ -41,6 +49,8 @@ WRITES_IN_PLACE = True
 # As in source/sums.cuh and source/streams.cuh.
 _SUM_COLUMNS, _SUM_THREADS = 8, 256
 _VECTORS_A_THREAD = 4
+# Heads of all tokens that source/forward.cuh counts through in 32 bits.
+_MOST_FLAT = 2**31
 
 
 def unsupported(options: Options, head_dim: int, heads: Sequence[int], itemsize: int) -> str | None:
@@ -115,14 +125,14 @@ def forward_work(
         "PARAM_BYTES": parameters.access(pairs),
     }
     types = {"In": ELEMENTS[q.x.dtype], "Out": ELEMENTS[q.out.dtype], "Acc": ELEMENTS[acc]}
+    heads = sum(site.heads[:2])
+    ahead = prefetched_tokens(site.tokens, heads * site.head_dim * q.x.element_size(), card)
     if rows:
         tile = hidden.forward_tile(constants, accesses, _adjoin(inputs), card)
     else:
-        tile = forward_tile(constants, accesses, acc.itemsize, card)
-    ahead = prefetched_tokens(site.tokens, sum(site.heads[:2]) * site.head_dim * q.x.element_size(), card)
-    if not ahead:
-        # Code that is only passed by has to be fetched all the same.
-        tile = tile._replace(prefetches="")
+        tile = forward_tile(constants, accesses, acc.itemsize, card, prefetches=ahead > 0)
+    if site.tokens * heads >= _MOST_FLAT:
+        tile = tile._replace(flat=False)
     instance = Instance(
         "hidden_forward" if rows else "forward",
         {**types, **site.tables.types(), **parameters.types()},
@@ -140,8 +150,9 @@ def forward_work(
         shared = hidden.shared_bytes(instance.constants, accesses)
         arguments.integers(blocks)
     else:
-        groups = -(-(site.heads[0] + site.heads[1]) // (heads_per_warp(slots) * tile.unroll))
-        blocks = -(-site.tokens * groups // tile.warps)
+        at_once = heads_per_warp(slots) * tile.unroll
+        warps = -(-site.tokens * heads // at_once) if tile.flat else site.tokens * -(-heads // at_once)
+        blocks = -(-warps // tile.warps)
         arguments.integers(blocks, ahead)
     site.write_size(arguments)
     arguments.real(options.eps or 0.0)
@@ -250,7 +261,9 @@ class BackwardWork:
         if self._rows:
             tile = hidden.backward_tile(constants, accesses, _adjoin([*self._grads, *self._read]), card)
         else:
-            tile = backward_tile(constants, accesses, self._acc.itemsize, card, packed=self._copy is not None)
+            few = site.tokens * sum(site.heads[:2]) * site.head_dim * accesses["IN_BYTES"].itemsize < FEW_BYTES
+            packed = self._copy is not None
+            tile = backward_tile(constants, accesses, self._acc.itemsize, card, packed, few)
             if not _adjoin([*self._grads, *self._read]):
                 tile = tile._replace(heads_a_copy=1)
         constants["DEFERS"] = overlaps and self._may_defer(tile)

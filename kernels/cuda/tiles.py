@@ -25,11 +25,11 @@ those wait. Qwen3-8B, 2048 tokens: nothing 26.7 us, 0.6 MB 26.4, 1.3 MB 26.3, 2.
 
 
 class Tile(NamedTuple):
-    """`tables`: cos and sin are loaded after the heads ("last"), before them ("first") or, where there are stages, a
-    token early ("ahead") or by copies ("staged"). `stages`: tokens whose x and g are on their way into shared memory
-    (backward only; 0: they are loaded when it is their turn), by copies of up to `heads_a_copy` heads. `unroll`: how
-    many times a warp's heads one warp takes at once; `prefetches`: what it asks for of a later token, "heads", "tables"
-    or "both" (forward only)."""
+    """`tables`: cos and sin are loaded after the heads ("last"), before them ("first"), once a warp ("handed"; forward
+    only) or, where there are stages, a token early ("ahead") or by copies ("staged"). `stages`: tokens whose x and g
+    are on their way into shared memory (backward only; 0: they are loaded when it is their turn), by copies of up to
+    `heads_a_copy` heads. `unroll`: how many times a warp's heads one warp takes at once; `flat`: these may be of two
+    tokens; `prefetches`: what it asks for of a later token, "heads", "tables" or "both" (all forward only)."""
 
     warps: int
     blocks: int
@@ -37,6 +37,7 @@ class Tile(NamedTuple):
     stages: int = 0
     heads_a_copy: int = 1
     unroll: int = 1
+    flat: bool = False
     prefetches: str = ""
 
 
@@ -45,6 +46,11 @@ FORWARD = {H100: Tile(4, 6), H200: Tile(2, 12)}
 prefetches), of five, eight and ten 2, 6 and 10 % more: a block makes room only when its last warp ends."""
 NARROW_TABLES = {H100: Tile(4, 4, unroll=2), H200: Tile(2, 12, unroll=2)}
 """Forward, entries of the tables read one by one: many loads, which twice as many heads share."""
+
+HANDED = {H200}
+"""Forward with a norm: the tables once a warp."""
+FLAT = {H200}
+"""Forward: no warp but the last is partly empty, where the heads of a token fill no whole number of them."""
 
 PREFETCHED_BYTES = {H100: 0, H200: 5 * 2**19}
 """Forward: so much of x lies between what a warp loads and what it prefetches. H200, 16384 tokens, 32+8 packed heads:
@@ -58,6 +64,11 @@ STAGES = {H100: 0, H200: 2}
 """Backward. H200, 16384 tokens: Qwen3-8B 126.1 us with two, 139.4 with none; interleaved MRoPE 127.0 and 143.2; three
 in blocks of four warps 130.5 and 133.5. An H100, where copies of 16 bytes (`cp.async`) lost, has not tried bulk copies.
 """
+FEW_BYTES = 32 * 2**20
+"""Backward, H200: tokens are few where x has less. By tables a token early and copies of 256 bytes / tables by copies
+and copies of two heads: Qwen3-0.6B, 1024 tokens (6 MB) 9.73 / 8.92 us, 2048 (13 MB) 14.76 / 13.38, 4096 (25 MB) 22.87 /
+22.98; Qwen3-8B, 1024 (10 MB) 12.40 / 11.77, 2048 (21 MB) 19.94 / 19.63, 4096 (42 MB) 34.69 / 35.19; Flux 13.83 / 13.35,
+22.87 / 22.76, 40.07 / 41.29. Where they do not fit, copies of all heads: Gemma 3 15.22 / 15.06, 24.64 / 24.32."""
 STAGED_BYTES = 128
 """Of a head, at least: shorter ones are not measured."""
 SHARED_BYTES = 47 * 1024
@@ -65,16 +76,25 @@ SHARED_BYTES = 47 * 1024
 
 
 def forward_tile(
-    constants: Mapping[str, Constant], accesses: Mapping[str, Access], acc_bytes: int, card: Card = H100
+    constants: Mapping[str, Constant],
+    accesses: Mapping[str, Access],
+    acc_bytes: int,
+    card: Card = H100,
+    prefetches: bool = False,
 ) -> Tile:
-    """For an instance of the forward."""
+    """For an instance of the forward. `prefetches`: there are enough tokens (`prefetched_tokens`)."""
     words = _words(constants, accesses, acc_bytes)
     if words > 48:
         return Tile(4, 2 if words > 80 else 4)
     tiles = FORWARD if wide_tables(accesses) else NARROW_TABLES
     measured = nearest(card, tiles) or H100
-    prefetches = _prefetches(constants, accesses) if PREFETCHED_BYTES[measured] else ""
-    return tiles[measured]._replace(prefetches=prefetches)
+    tile = tiles[measured]
+    if measured in HANDED and _hands_tables(constants, accesses):
+        tile = tile._replace(tables="handed")
+    if measured in FLAT and tile.unroll == 1:
+        heads, held = int(constants["Q_HEADS"]) + int(constants["K_HEADS"]), heads_per_warp(constants)
+        tile = tile._replace(flat=heads > held and heads % held > 0)
+    return tile._replace(prefetches=_prefetches(constants, accesses) if prefetches else "")
 
 
 def prefetched_tokens(tokens: int, token_bytes: int, card: Card) -> int:
@@ -89,8 +109,9 @@ def backward_tile(
     acc_bytes: int,
     card: Card = H100,
     packed: bool = False,
+    few: bool = False,
 ) -> Tile:
-    """For an instance of the backward. `packed`: v is moved, too."""
+    """For an instance of the backward. `packed`: v is moved, too. `few`: x has less than `FEW_BYTES`."""
     words = _words(constants, accesses, acc_bytes)
     # Few wide loads go before those of the heads, many narrow ones after them.
     tables = "first" if wide_tables(accesses) else "last"
@@ -107,11 +128,16 @@ def backward_tile(
     if stages and _staged(constants, accesses) and (tables == "first" or not (packed and constants["BATCHED"])):
         # By one, two and four heads a copy, 16384 tokens: 32+8 packed 140.7, 140.1 and 143.3 us, 64+8 240.6, 239.6 and
         # 252.9, 16+2 65.4, 64.1 and 64.4, heads of 64 77.7, 70.2 and 72.5; tables by loads: 145.4, 244.1, 70.4, 70.6.
-        if packed and _copies_tables(constants, accesses, stages):
-            return Tile(8, 2, "staged", stages, 2)
+        copies_tables = tables == "first" and _copies_tables(constants, accesses, stages)
+        if packed and copies_tables:
+            # Heads of 64, 2048 tokens: 12.1 us, in blocks of eight warps 12.8; 1024 and 4096: the same within 0.6 %.
+            short_heads = int(constants["HEAD_DIM"]) * accesses["IN_BYTES"].itemsize <= 128
+            return Tile(4, 4, "staged", stages, 16) if few and short_heads else Tile(8, 2, "staged", stages, 2)
         # The same, and tables by copies: Qwen3-8B 124.8, 132.0, 133.4 and 126.8; Flux 148.1, 157.8, 158.1 and 158.0.
-        # Why copies of 256 bytes are better than longer ones is not known; at 2048 tokens they are not.
+        # Why copies of 256 bytes are better than longer ones is not known; of few tokens they are not.
         if tables == "first" and not packed:
+            if few:
+                return Tile(8, 2, "staged", stages, 2) if copies_tables else Tile(8, 2, "ahead", stages, 16)
             short = -(-256 // (int(constants["HEAD_DIM"]) * accesses["IN_BYTES"].itemsize))
             return Tile(8, 2, "ahead", stages, short)
         return Tile(8, 2, "last", stages, 16)
@@ -143,6 +169,24 @@ def _prefetches(constants: Mapping[str, Constant], accesses: Mapping[str, Access
     if head_bytes >= 512:
         return "heads"
     return "both" if accesses["TABLE_BYTES"].itemsize == 4 and head_bytes >= 160 else ""
+
+
+def _hands_tables(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:
+    """A forward's tables are loaded once a warp: rows that are found without positions, and lanes that take 16 bytes of
+    them at a time. Rotations alone gain nothing."""
+    itemsize = accesses["TABLE_BYTES"].itemsize
+    per_lane = bool(constants["PER_LANE"])
+    entries = int(constants["ROTARY_DIM"]) // (1 if per_lane else 2)
+    neighbours = int(constants["PAIRS"]) // (2 if constants["SPLIT_PAIRS"] and not per_lane else 1)
+    return (
+        bool(constants["ROTATES"])
+        and constants["NORM"] != "NO_NORM"
+        and not constants["GATHER"]
+        and not constants["COUNTED"]
+        and constants["CHUNKS"] == 1
+        and entries * itemsize % WIDEST == 0
+        and neighbours * itemsize % WIDEST == 0
+    )
 
 
 def _staged(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:

@@ -1,14 +1,15 @@
 // Forward: y = R norm(x), or norm(R x), for every head of q and k; v is moved.
 // TRANSPOSED: the backward where there is no norm. x is the gradient of the result and y = R' x that of the input.
 //
-// One warp takes HEADS_PER_WARP x UNROLL heads of one token: it issues all its loads, then computes and stores. The
-// grid covers all tokens once, head groups fastest, so that neighbouring warps share the token's tables in the cache.
+// One warp takes HEADS_PER_WARP x UNROLL heads, of one token or (FLAT) of two: it issues all its loads, then computes and
+// stores. The grid covers all tokens once, heads fastest, so that neighbouring warps share the token's tables in the cache.
 //
 // Where the card's memory is fast, a warp also asks for what the warps of a later token will load (PREFETCHES_HEADS,
 // PREFETCHES_TABLES): more bytes on their way than the registers of the resident warps have room for.
 //
 // Traffic, with E the bytes of an element: 2 E (Hq + Hk) D + 2 E Hv D + 2 T bytes a token, T the bytes of its cos.
 #pragma once
+#include "handed.cuh"
 #include "norm.cuh"
 #include "streams.cuh"
 
@@ -27,6 +28,7 @@ constexpr Side FROM = TRANSPOSED ? WRITE : READ, TO = TRANSPOSED ? READ : WRITE;
 static_assert(!TRANSPOSED || !NORMALISES, "the gradient of a norm is backward.cuh's");
 constexpr int HEADS_AT_ONCE = HEADS_PER_WARP * UNROLL;
 constexpr bool ONE_WEIGHT = !PER_HEAD && Q_HEADS % HEADS_AT_ONCE == 0;  // a warp's heads are all q's, or all k's
+static_assert(!FLAT || UNROLL == 1, "a warp's heads are of two tokens at most");
 constexpr int GROUPS = (HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
@@ -37,11 +39,17 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
     return;
   }
   const unsigned warp = blockIdx.x * WARPS + threadIdx.x / 32;
-  const unsigned flat = warp / GROUPS;
-  if (flat >= args.tokens) return;
-  const Token token = token_at(flat, args.sequence);
   const Lane lane;
-  const int first_head = warp % GROUPS * HEADS_AT_ONCE + lane.head;
+  // FLAT: the heads of all tokens follow each other, and a warp's may be of two tokens. Else they are of one, and the last
+  // warp of a token has fewer.
+  const unsigned begin = warp * HEADS_AT_ONCE, last = begin + HEADS_AT_ONCE - 1;
+  const unsigned flat_of_warp = FLAT ? begin / HEADS : warp / GROUPS;
+  if (flat_of_warp >= args.tokens) return;
+  const unsigned index = begin + lane.head;
+  const bool exists = lane.exists && (!FLAT || index / HEADS < args.tokens);
+  const unsigned flat = FLAT && exists ? index / HEADS : flat_of_warp;
+  const int first_head = FLAT ? int(index % HEADS) : int(warp % GROUPS) * HEADS_AT_ONCE + lane.head;
+  const Token token = token_at(flat, args.sequence);
 
   RotationRaw tables;
   if (TABLES == FIRST) tables.load(args.tables, token, lane);
@@ -49,37 +57,51 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
   Raw<Param> weight[UNROLL], bias[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
-    const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
+    const Head head(first_head + u * HEADS_PER_WARP, exists);
     x[u] = load_head<IN_BYTES, In>(FROM, head.at(args.q, args.k, token), lane, head.exists);
   }
-  if (TABLES != FIRST) tables.load(args.tables, token, lane);
+  if (TABLES == LAST) tables.load(args.tables, token, lane);
+  Handed handed;
+  const bool two_tokens = FLAT && last / HEADS > flat_of_warp && flat_of_warp + 1 < args.tokens;
+  if (HANDS_TABLES) {
+    handed.load(0, args.tables, token_at(flat_of_warp, args.sequence), true);
+    if (FLAT) handed.load(Handed::TOKENS - 1, args.tables, token_at(flat_of_warp + two_tokens, args.sequence), two_tokens);
+  }
   if ((PREFETCHES_HEADS || PREFETCHES_TABLES) && flat + args.ahead < args.tokens) {
     const Token later = token_at(unsigned(flat + args.ahead), args.sequence);
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
+      const Head head(first_head + u * HEADS_PER_WARP, exists);
       constexpr int LINE = 128, LINES = (HEAD_DIM * int(sizeof(In)) + LINE - 1) / LINE;
       if (PREFETCHES_HEADS && head.exists && lane.slot < LINES) {
         prefetch(head.at(args.q, args.k, later) + lane.slot * LINE);
       }
     }
-    if (PREFETCHES_TABLES && warp % GROUPS == 0 && lane.head == 0 && rotated(lane.slot)) {
+    if (PREFETCHES_TABLES && first_head == 0 && exists && rotated(lane.slot)) {
       RotationRaw::prefetch_rows(args.tables, later, lane);
     }
   }
-  const Rotation rotation(tables, lane);
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
-    const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
+    const Head head(first_head + u * HEADS_PER_WARP, exists);
     if (ONE_WEIGHT && u > 0) break;
     if (HAS_WEIGHT) weight[u] = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
     if (HAS_BIAS) bias[u] = load_parameter(head.bias(args.parameters), head.of_stream, lane, head.exists);
   }
+  if constexpr (HANDS_TABLES) {
+    __shared__ alignas(16) char rows[WARPS * Handed::BYTES];
+    const unsigned memory = bulk::shared_address(rows) + threadIdx.x / 32 * Handed::BYTES;
+    handed.put(0, memory, true);
+    if (FLAT) handed.put(Handed::TOKENS - 1, memory, two_tokens);
+    __syncwarp();
+    Handed::take(tables, memory + (FLAT ? (flat - flat_of_warp) * Handed::ROWS : 0), lane);
+  }
+  const Rotation rotation(tables, lane);
   if (IN_PLACE) __syncwarp();  // a lane that one thread reads another may write
 
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
-    const Head head(first_head + u * HEADS_PER_WARP, lane.exists);
+    const Head head(first_head + u * HEADS_PER_WARP, exists);
     Tile y = unpack(FROM, x[u], lane);
     if (TRANSPOSED && ROTATES) rotation.apply_transposed(y, lane);
     if (!TRANSPOSED && ROTATES && !NORM_FIRST) rotation.apply(y, lane);

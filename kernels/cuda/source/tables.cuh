@@ -52,6 +52,11 @@ struct Walk {
   }
 };
 
+// The pair that an entry of a table belongs to.
+__device__ __forceinline__ int pair_of_entry(int entry) {
+  return !PER_LANE ? entry : WRITES_ADJACENT ? entry / 2 : entry % (ROTARY_DIM / 2);
+}
+
 // The row of a MRoPE table (0 = T, 1 = H, 2 = W) that pair j reads.
 __device__ __forceinline__ int mrope_row(int j) {
   if (MROPE == NO_MROPE) return 0;
@@ -144,7 +149,7 @@ struct RotationRaw {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       const int of_slot = PER_LANE ? vector_lane(WRITE, lane.slot, v) - ROTARY_START : pair_index(lane.slot, v * (PAIRS / 2));
-      const int pair = !PER_LANE ? of_slot : WRITES_ADJACENT ? of_slot / 2 : of_slot % (ROTARY_DIM / 2);
+      const int pair = pair_of_entry(of_slot);
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) {
         const long long offset = rows.offset_of(ROWS > 1 ? row : mrope_row(pair)) +
@@ -159,8 +164,7 @@ struct RotationRaw {
   // exist get zeros: they take part in sums.
   __device__ void read(const Rows& rows, const Tables& tables, Vector<Table, PAIRS>& c, Vector<Table, PAIRS>& s, int i,
                        int entry, bool needed) {
-    const int pair = !PER_LANE ? entry : WRITES_ADJACENT ? entry / 2 : entry % (ROTARY_DIM / 2);
-    const int row = mrope_row(pair);
+    const int row = mrope_row(pair_of_entry(entry));
     const long long offset = rows.offset_of(row) + entry * (TABLE_LANE_STRIDE * int(sizeof(Table)));
     const bool inside = rows.inside_of(row);
     const unsigned fill = inside ? 0 : NAN_BITS;

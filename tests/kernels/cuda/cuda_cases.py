@@ -50,6 +50,17 @@ STAGED_TABLES = [
          options={"norm_first": False}),
     Case("staged tables, one token", 16, 2, 128, 1, 1, BF16, packing="blocked", options=SECTIONED),
 ]  # fmt: skip
+# Heads that fill no whole number of warps, so that a warp of the forward has heads of two tokens; many cases above are
+# such, too.
+FLAT = [
+    Case("flat, layer", 5, 2, 128, 2, 77, BF16, options={"norm": "layer"}),
+    Case("flat, row a head, norm last", 7, 2, 96, 2, 63, HALF, per_head=True, options={"norm_first": False}),
+    Case("flat, partial, sectioned", 16, 2, 128, 2, 65, BF16, packing="blocked",
+         options={"mrope_layout": "sectioned", "mrope_section": [8, 12, 12], "rotary_dim": 64, "rotary_start": 32}),
+    Case("flat, grouped, entry a lane", 14, 7, 80, 3, 43, BF16, packing="grouped", per_lane=True, table_dtype=BF16),
+    Case("flat, no norm", 16, 2, 128, 2, 65, BF16, packing="blocked", options={"norm": "none"}),
+    Case("flat, short heads", 9, 4, 24, 2, 65, BF16, options={"pairing": "adjacent"}),
+]  # fmt: skip
 # What the shared cases leave out: vectors of every width, and every kind of number of threads a head.
 MORE = [
     Case("bf16, vectors of 8, adjacent", head_dim=64, dtype=BF16, options={"pairing": "adjacent"}, packing="blocked"),
@@ -78,6 +89,7 @@ MORE = [
     BESIDE_THE_SUMS,
     *STAGED,
     *STAGED_TABLES,
+    *FLAT,
     *(Case(f"head_dim {d}, bf16", 4, 1, d, 2, 9, BF16, packing="blocked") for d in (32, 48, 64, 80, 96, 112, 192, 256)),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from cuda_cases import BESIDE_THE_SUMS, CUDA_CASES, MODEL_SIZE, by_kernel, prepa
 from norm_rope_cases import Case
 
 from fusion_pass.kernels.card import H100, H200, Card
-from fusion_pass.kernels.cuda import compiler
+from fusion_pass.kernels.cuda import compiler, norm_rope, tiles
 from fusion_pass.kernels.cuda.instance import Instance
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -43,6 +43,13 @@ def check(cases: list[Case], arch: str, card: Card = H100) -> None:
 @pytest.mark.parametrize("card", [H100, H200])
 def test_instances_of_model_size(card: Card) -> None:
     check([*MODEL_SIZE, BESIDE_THE_SUMS], "sm_90", card)
+
+
+def test_instances_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tiles, and their code of prefetches."""
+    monkeypatch.setattr(norm_rope, "FEW_BYTES", 0)
+    monkeypatch.setattr(tiles, "PREFETCHES_FROM", 0)
+    check([*MODEL_SIZE, BESIDE_THE_SUMS], "sm_90", H200)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

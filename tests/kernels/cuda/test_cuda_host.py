@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import BESIDE_THE_SUMS, INTERLEAVED, MODEL_SIZE, STAGED, STAGED_TABLES, by_kernel, prepared
+from cuda_cases import BESIDE_THE_SUMS, INTERLEAVED, MODEL_SIZE, SECTIONED, STAGED, STAGED_TABLES, by_kernel, prepared
 from norm_rope_cases import CASES, Case
 
 from fusion_pass import FusionConfig
 from fusion_pass.kernels import cuda, registry
 from fusion_pass.kernels.card import H100, H200, Card
-from fusion_pass.kernels.cuda import compiler, launch, tiles
+from fusion_pass.kernels.cuda import compiler, launch, norm_rope, tiles
 from fusion_pass.kernels.cuda.instance import Access, entry_rows, lane_access, slot_constants, table_access
 from fusion_pass.kernels.cuda.norm_rope import forward_work
 from fusion_pass.kernels.options import Options
@@ -218,14 +218,18 @@ def test_without_a_norm_the_backward_is_a_forward() -> None:
     assert kernels(out_dtype=torch.float32) == [("forward", False), ("backward", None)]
 
 
-def test_tables_come_with_packed_heads() -> None:
-    """By copies of whole rows: a row that is gathered by a position, or read entry by entry, does not."""
+def test_tables_come_with_packed_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By copies of whole rows: a row that is gathered by a position, or read entry by entry, does not. With few tokens
+    they come with q and k apart, too."""
 
     def tables(case: Case, card: Card = H200) -> object:
         return by_kernel(case, card)["backward"].launch.instance.constants["TABLES"]  # type: ignore[attr-defined]
 
     assert {tables(case) for case in STAGED_TABLES} == {"STAGED"}
-    assert "STAGED" not in {tables(case) for case in STAGED if case.packing is None}
+    apart = [case for case in STAGED if case.packing is None]
+    assert [tables(case) for case in apart].count("STAGED") == 4
+    monkeypatch.setattr(norm_rope, "FEW_BYTES", 0)
+    assert "STAGED" not in {tables(case) for case in apart}
     case = STAGED_TABLES[0]
     assert tables(case, H100) == "FIRST"
     for other in ({"positions": "shared"}, {"options": INTERLEAVED}, {"head_dim": 256, "options": {}}):
@@ -275,6 +279,49 @@ def test_a_forward_of_many_tokens_prefetches() -> None:
     forward = by_kernel(Case("", 32, 8, 128, 1, 5000, BF16, packing="blocked"), H200)["forward"].launch
     assert forward.instance.constants["PREFETCHES_HEADS"]  # type: ignore[attr-defined]
     assert forward._words[-4] == 5 * 2**19 // (40 * 256)  # type: ignore[attr-defined]
+
+
+def test_heads_of_two_tokens_share_a_warp() -> None:
+    """Where a token's heads fill no whole number of warps; 32-bit numbers must do for the heads of all tokens."""
+
+    def forward(case: Case, card: Card = H200) -> Any:
+        return by_kernel(case, card)["forward"].launch
+
+    case = Case("", 16, 2, 128, 1, 1001, BF16, packing="blocked", options=SECTIONED)
+    launch_ = forward(case)
+    assert launch_.instance.constants["FLAT"]
+    assert launch_._words[-5] == -(-1001 * 18 // 4 // 2)  # four heads a warp, two warps a block
+    assert not forward(case, H100).instance.constants["FLAT"]
+    assert forward(case, H100)._words[-5] == -(-1001 * 5 // 4)
+    assert not forward(replace(case, heads=14)).instance.constants["FLAT"]  # four warps
+    assert not forward(replace(case, heads=2, kv_heads=1)).instance.constants["FLAT"]  # one warp
+    assert not forward(replace(case, options=INTERLEAVED)).instance.constants["FLAT"]  # a warp takes eight at once
+
+
+def test_more_heads_than_32_bits_count_keep_to_their_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("", 16, 2, 128, 1, 1001, BF16, packing="blocked")
+    monkeypatch.setattr(norm_rope, "_MOST_FLAT", 1001 * 18)
+    instance = by_kernel(case, H200)["forward"].launch.instance  # type: ignore[attr-defined]
+    assert not instance.constants["FLAT"]
+
+
+@pytest.mark.parametrize(
+    ("change", "handed"),
+    [
+        ({}, True),
+        ({"options": INTERLEAVED}, True),
+        ({"per_lane": True, "table_dtype": BF16}, True),
+        ({"positions": "shared"}, False),
+        ({"options": {"norm": "none"}}, False),
+        ({"options": {"rotary_dim": 4}}, False),  # rows of 8 bytes
+    ],
+    ids=str,
+)
+def test_a_warp_loads_its_tables_once(change: dict[str, Any], handed: bool) -> None:
+    case = replace(Case("", 32, 8, 128, 1, 64, BF16), **change)
+    for card, expected in ((H200, handed), (H100, False)):
+        constants = by_kernel(case, card)["forward"].launch.instance.constants  # type: ignore[attr-defined]
+        assert (constants["TABLES"] == "HANDED") == expected
 
 
 def test_every_dx_is_written_once() -> None:
