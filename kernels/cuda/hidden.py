@@ -14,7 +14,9 @@ from .tiles import Tile
 MOST_WARPS = {1: 16, 2: 12, 4: 8}
 """By the slots that a thread holds of q or k: what the registers are enough for, 128, 168 and 255 a thread."""
 MOST_HEAVY_WARPS = {1: 12, 2: 12, 4: 8}
-"""The same of a backward with more to keep: LayerNorm, biases, lanes that change places."""
+MOST_BIASED_WARPS = {1: 12, 2: 8}
+"""The same of a backward with more to keep: LayerNorm and lanes that change places; gradients of biases, where longer
+rows spill."""
 
 STAGES = {H100: 0, H200: 2}
 """Tokens on their way. An H100 has not tried it."""
@@ -63,8 +65,9 @@ def backward_tile(
 ) -> Tile:
     """For an instance of the backward."""
     changes_places = constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
-    heavy = constants["NORM"] == "LAYER" or constants["NEEDS_BIAS"] or changes_places
-    return _staged(_tile(constants, MOST_HEAVY_WARPS if heavy else MOST_WARPS), constants, accesses, adjoin, card)
+    heavy = constants["NORM"] == "LAYER" or changes_places
+    most = MOST_BIASED_WARPS if constants["NEEDS_BIAS"] else MOST_HEAVY_WARPS if heavy else MOST_WARPS
+    return _staged(_tile(constants, most), constants, accesses, adjoin, card)
 
 
 def blocks(tile: Tile, tokens: int, multiprocessors: int) -> int:
@@ -117,7 +120,11 @@ def _token_bytes(constants: Mapping[str, Constant], accesses: Mapping[str, Acces
 
 def _tile(constants: Mapping[str, Constant], most: Mapping[int, int]) -> Tile:
     """As many blocks as the registers have room for."""
-    found = shape(constants, [int(constants["Q_HEADS"]), int(constants["K_HEADS"])], most)
+    heads = [int(constants["Q_HEADS"]), int(constants["K_HEADS"])]
+    found = shape(constants, heads, most)
+    if found is None:
+        most = MOST_WARPS
+        found = shape(constants, heads, most)
     assert found is not None
     unroll, warps = found
     return Tile(warps, most[unroll * int(constants["CHUNKS"])] // warps, unroll=unroll)

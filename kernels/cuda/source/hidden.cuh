@@ -12,6 +12,7 @@ constexpr int Q_WARPS = (Q_HEADS + HEADS_A_WARP - 1) / HEADS_A_WARP;
 constexpr int K_WARPS = (K_HEADS + HEADS_A_WARP - 1) / HEADS_A_WARP;
 constexpr int MOST_WARPS = Q_WARPS > K_WARPS ? Q_WARPS : K_WARPS;
 constexpr int MOST_HEADS = Q_HEADS > K_HEADS ? Q_HEADS : K_HEADS;
+constexpr bool SEVERAL = UNROLL * CHUNKS > 1;  // slots a thread
 static_assert(WARPS == Q_WARPS + K_WARPS, "a block holds all heads of a token");
 
 struct Team {
@@ -47,10 +48,18 @@ struct Places {
   __device__ Places(const Heads& heads, const Team& team, const Lane& lane)
       : first(heads, team.of_stream(0, lane), team.is_q), apart(HEADS_PER_WARP * heads.head), heads(heads) {}
   __device__ char* at(const Token& token, int u, const Team& team, const Lane& lane) const {
-    if (GROUP > 0) return heads.at(token, team.of_stream(u, lane), team.is_q);
+    if (GROUP > 0 || SEVERAL) return heads.at(token, team.of_stream(u, lane), team.is_q);
     return first.at(token) + u * apart;
   }
 };
+
+// The u-th head of this thread, where no ring brings it.
+template <int BYTES, class T>
+__device__ __forceinline__ Raw<T> load_row(Side side, const Heads& heads, int u, const Token& token, const Team& team,
+                                           const Lane& lane) {
+  const char* const head = heads.at(token, team.of_stream(u, lane), team.is_q);
+  return load_head<BYTES, T>(side, head, lane, team.exists(u, lane));
+}
 
 // Where the warps of a team exchange their sums: two places that take turns, so that one barrier a sum is enough. A warp
 // writes a place again behind the barrier of the other, where all have read this one.
@@ -91,8 +100,6 @@ struct Exchange {
     turn ^= 1;
   }
 };
-
-constexpr bool SEVERAL = UNROLL * CHUNKS > 1;  // slots a thread
 
 // What was unpacked of these vectors is unpacked again behind here: kept, it would take more registers than there are.
 template <class T>

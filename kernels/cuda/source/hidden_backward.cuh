@@ -41,12 +41,8 @@ __device__ __forceinline__ void store_sums(Acc* row, int head, const Tile& sum, 
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) {
-  wait_for_the_launch_before();
-#if __CUDA_ARCH__ >= 900
-  // The launch of the sums may be set up while this kernel runs; it waits for the end before it reads.
-  if (SUMS > 0) asm volatile("griddepcontrol.launch_dependents;");
-#endif
   if (V_HEADS > 0 && blockIdx.x >= args.blocks) {
+    wait_for_the_launch_before();
     move_heads<IN_BYTES, DX_BYTES>(args.v_grad, args.dv, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
     return;
   }
@@ -59,13 +55,17 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
   Ring ring(x_heads, g_heads, args.tables, slots, barriers, team);
   Exchange exchange(exchanged);
   Walk here(blockIdx.x, unsigned(args.blocks), args.sequence), ahead = here;
+  wait_for_the_launch_before();
+#if __CUDA_ARCH__ >= 900
+  // The launch of the sums may be set up while this kernel runs; it waits for the end before it reads.
+  if (SUMS > 0) asm volatile("griddepcontrol.launch_dependents;");
+#endif
   if (WALKS_STAGED) {
 #pragma unroll
     for (int s = 0; s < STAGES; ++s, ahead.advance()) {
       if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
     }
   }
-  const Places x_places(x_heads, team, lane), g_places(g_heads, team, lane);
   const Places to(team.is_q ? args.dq : args.dk, team, lane);
   const bool stores = to.heads.base != nullptr;
   Raw<Param> weight[UNROLL];
@@ -84,11 +84,11 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
     if (WALKS_STAGED) ring.wait();
     const auto load_x = [&](int u) {
       if constexpr (WALKS_STAGED) return ring.take<In>(0, u, READ, team, lane);
-      else return load_head<IN_BYTES, In>(READ, x_places.at(token, u, team, lane), lane, team.exists(u, lane));
+      else return load_row<IN_BYTES, In>(READ, x_heads, u, token, team, lane);
     };
     const auto load_g = [&](int u) {
       if constexpr (WALKS_STAGED) return ring.take<Grad>(1, u, WRITE, team, lane);
-      else return load_head<GRAD_BYTES, Grad>(WRITE, g_places.at(token, u, team, lane), lane, team.exists(u, lane));
+      else return load_row<GRAD_BYTES, Grad>(WRITE, g_heads, u, token, team, lane);
     };
     // A single slot is kept; several are read again behind the sums.
     Raw<In> kept_x;
@@ -127,6 +127,7 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
       x = input(u);
       g = gradient(u);
       Tile scaled = g;
+      if (HAS_WEIGHT && SEVERAL) forget_unpacked(weight[u]);
       if (HAS_WEIGHT) multiply(scaled, unpack_weight(weight[u], lane));
       sums[0] += sum_of(x, x);
       sums[1] += sum_of(scaled, x);

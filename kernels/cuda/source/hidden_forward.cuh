@@ -35,8 +35,8 @@ __device__ __forceinline__ void weigh_and_rotate(Tile& x, Raw<Param>& weight, co
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
-  wait_for_the_launch_before();
   if (V_HEADS > 0 && blockIdx.x >= args.blocks) {
+    wait_for_the_launch_before();
     move_heads<IN_BYTES, MOVE_BYTES>(args.v, args.v_out, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
     return;
   }
@@ -49,13 +49,14 @@ norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
   Ring ring(source, source, args.tables, slots, barriers, team);
   Exchange exchange(sums);
   Walk here(blockIdx.x, unsigned(args.blocks), args.sequence), ahead = here;
+  wait_for_the_launch_before();
   if (WALKS_STAGED) {
 #pragma unroll
     for (int s = 0; s < STAGES; ++s, ahead.advance()) {
       if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
     }
   }
-  const Places from(source, team, lane), to(team.is_q ? args.q_out : args.k_out, team, lane);
+  const Places to(team.is_q ? args.q_out : args.k_out, team, lane);
   Raw<Param> weight[UNROLL], bias[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
@@ -77,7 +78,7 @@ norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
     } else {
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
-        raw[u] = load_head<IN_BYTES, In>(READ, from.at(token, u, team, lane), lane, team.exists(u, lane));
+        raw[u] = load_row<IN_BYTES, In>(READ, source, u, token, team, lane);
       }
     }
     if (!(WALKS_STAGED && STAGED_TABLES) && TABLES != FIRST) tables.load(args.tables, token, lane);

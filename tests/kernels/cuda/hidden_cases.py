@@ -22,7 +22,7 @@ MODELS = [OLMO2_7B, OLMO2_1B, OLMO2_13B, OLMO2_32B]
 MORE = [
     *(Case(f"{name}, norm {norm}, affine {affine}", heads, kv_heads, 128, 2, 99, BF16, affine=affine,
            options={**HIDDEN, "norm": norm, "norm_first": first})
-      for name, heads, kv_heads in (("a slot a thread", 32, 32), ("two slots a thread", 40, 30))
+      for name, heads, kv_heads in (("a slot a thread", 32, 32), ("two slots a thread", 40, 22))
       for norm, affine, first in (("layer", "wb", True), ("layer", "w", False), ("rms_one_plus", "w", False),
                                   ("rms", "", True))),
     Case("four slots a thread", 64, 64, 128, 1, 150, BF16, options=HIDDEN),
