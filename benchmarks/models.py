@@ -141,7 +141,7 @@ def training(model: nn.Module, options: dict[str, Any], name: str, padded: bool 
         out.backward(upstream)
         for parameter in model.parameters():
             parameter.grad = None
-        return out.detach()
+        return out.detach()[:, PADDED:] if padded else out.detach()
 
     return step
 
