@@ -22,6 +22,7 @@ from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, hold
 
 from . import softmax_attention, softmax_forms
 from .attention_repeats import AttentionRepeats
+from .consumers import WITH_PROJECTIONS
 from .facts import Refused, check_written_for_itself
 from .heads import Heads, fold, keeps_everything, moved_axes, number
 from .index_reading import IndexReader
@@ -159,8 +160,15 @@ def _read_written(effects: Effects, node: fx.Node) -> Attention | None:
     )
 
 
+def _read_whole(effects: Effects, node: fx.Node) -> Attention | None:
+    """Dynamo does not look into these functions."""
+    module = WITH_PROJECTIONS[operation(node)]
+    raise Refused(f"{node.name!r} is all of {module} in one call, its projections included, and is not looked into.")
+
+
 _READERS = {
     "scaled_dot_product_attention": _read_sdpa,
+    **dict.fromkeys(WITH_PROJECTIONS, _read_whole),
     **dict.fromkeys(softmax_forms.ANCHORS, _read_written),
 }
 

@@ -12,6 +12,13 @@ from fusion_pass.graph.region import downstream, modelled
 from fusion_pass.graph.vocabulary import operation
 
 _FUSED = frozenset("scaled_dot_product_attention flex_attention".split())
+WITH_PROJECTIONS = {
+    "multi_head_attention_forward": "torch.nn.MultiheadAttention",
+    "_native_multi_head_attention": "torch.nn.MultiheadAttention",
+    "_transformer_encoder_layer_fwd": "torch.nn.TransformerEncoderLayer",
+}
+"""Operations that project to queries and keys themselves, and the modules that call them."""
+
 _PLACES = ("query", "key")
 
 
@@ -68,4 +75,4 @@ def _attends(name: str) -> bool:
 
 @lru_cache(maxsize=8192)
 def _is_fused(name: str) -> bool:
-    return name in _FUSED or "attention" in name or "attn" in name
+    return name in _FUSED or (("attention" in name or "attn" in name) and name not in WITH_PROJECTIONS)
