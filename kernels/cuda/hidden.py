@@ -18,8 +18,8 @@ MOST_BIASED_WARPS = {1: 12, 2: 8}
 """The same of a backward with more to keep: LayerNorm and lanes that change places; gradients of biases, where longer
 rows spill."""
 
-STAGES = {H100: 0, H200: 2}
-"""Tokens on their way. An H100 has not tried it."""
+STAGES = {H100: 2, H200: 2}
+"""Tokens on their way. An H100 has not tried it: `backend="auto"` takes Triton there."""
 HEADS_A_COPY = 2
 SHARED_BYTES = 192 * 1024
 """Of a multiprocessor, for the slots of all its blocks: the rest is the L1's."""
@@ -98,7 +98,8 @@ def _staged(
         and not constants["COUNTED"]
     )
     of_a_token = _token_bytes(constants, accesses, bool(tables))
-    stages = min(STAGES[nearest(card, STAGES) or H100], SHARED_BYTES // (tile.blocks * of_a_token))
+    measured = nearest(card, STAGES)
+    stages = min(STAGES[measured] if measured else 0, SHARED_BYTES // (tile.blocks * of_a_token))
     if stages < 2:
         return tile
     return tile._replace(stages=stages, heads_a_copy=a_copy, tables="staged" if tables else "last")

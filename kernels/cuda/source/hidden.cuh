@@ -48,7 +48,7 @@ struct Places {
   __device__ Places(const Heads& heads, const Team& team, const Lane& lane)
       : first(heads, team.of_stream(0, lane), team.is_q), apart(HEADS_PER_WARP * heads.head), heads(heads) {}
   __device__ char* at(const Token& token, int u, const Team& team, const Lane& lane) const {
-    if (GROUP > 0 || SEVERAL) return heads.at(token, team.of_stream(u, lane), team.is_q);
+    if (GROUP > 0 || SEVERAL || STAGES == 0) return heads.at(token, team.of_stream(u, lane), team.is_q);
     return first.at(token) + u * apart;
   }
 };

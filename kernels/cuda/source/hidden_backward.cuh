@@ -127,7 +127,6 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
       x = input(u);
       g = gradient(u);
       Tile scaled = g;
-      if (HAS_WEIGHT && SEVERAL) forget_unpacked(weight[u]);
       if (HAS_WEIGHT) multiply(scaled, unpack_weight(weight[u], lane));
       sums[0] += sum_of(x, x);
       sums[1] += sum_of(scaled, x);
