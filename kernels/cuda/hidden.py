@@ -21,6 +21,7 @@ rows spill."""
 STAGES = {H100: 2, H200: 2}
 """Tokens on their way. An H100 has not tried it: `backend="auto"` takes Triton there."""
 HEADS_A_COPY = 2
+REFILLS_LATE = False
 SHARED_BYTES = 192 * 1024
 """Of a multiprocessor, for the slots of all its blocks: the rest is the L1's."""
 

@@ -128,6 +128,7 @@ def forward_work(
     heads = sum(site.heads[:2])
     ahead = prefetched_tokens(site.tokens, heads * site.head_dim * q.x.element_size(), card)
     if rows:
+        constants["REFILLS_LATE"] = hidden.REFILLS_LATE
         tile = hidden.forward_tile(constants, accesses, _adjoin(inputs), card)
     else:
         tile = forward_tile(constants, accesses, acc.itemsize, card, prefetches=ahead > 0)
@@ -259,6 +260,7 @@ class BackwardWork:
             constants["V_HEADS"], copy = 0, None
         accesses = self._accesses()
         if self._rows:
+            constants["REFILLS_LATE"] = hidden.REFILLS_LATE
             tile = hidden.backward_tile(constants, accesses, _adjoin([*self._grads, *self._read]), card)
         else:
             few = site.tokens * sum(site.heads[:2]) * site.head_dim * accesses["IN_BYTES"].itemsize < FEW_BYTES
