@@ -26,7 +26,7 @@ from fusion_pass.errors import FusionError
 from fusion_pass.graph.gradients import GRAD_MODE, Stops
 from fusion_pass.graph.repeats import facts
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step, changed
-from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, written_arguments
+from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, reads_no_numbers, written_arguments
 from fusion_pass.kernels import registry
 from fusion_pass.layout import first_layout_reader, same_layout, same_size, steps_to_layout
 
@@ -250,8 +250,8 @@ def _check_single_reader(site: Site) -> None:
     replaced = {output.node for output in site.outputs}
     inside = site.region | replaced
     for node in site.region - replaced:
-        if not inside.issuperset(node.users):
-            reader = next(user for user in node.users if user not in inside)
+        reader = next((user for user in node.users if user not in inside and not reads_no_numbers(user, node)), None)
+        if reader is not None:
             raise Unplannable(
                 f"{node.name!r} is computed inside the site and also read outside it, by {reader.name!r}."
             )

@@ -18,7 +18,7 @@ from torch import fx
 from fusion_pass.graph import lanes
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand
-from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, operation, sizes
+from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, operation, reads_no_numbers, sizes
 
 from . import softmax_forms
 from .facts import Refused
@@ -171,9 +171,10 @@ class _Values:
         for _ in range(MAX_STEPS):
             if any(write not in self.nodes for write in self.effects.writes(current)):
                 raise Refused(f"The attention weights {current.name!r} are written in place.")
-            user = next(iter(current.users), None)
-            if len(current.users) != 1 or user is None:
+            users = [user for user in current.users if not reads_no_numbers(user, current)]
+            if len(users) != 1:
                 raise Refused(self._read_elsewhere(current))
+            (user,) = users
             name = operation(user)
             if name in PRODUCTS:
                 if not cut:
@@ -274,7 +275,7 @@ class _Values:
             if node is result:
                 continue
             for user in node.users:
-                if user not in nodes:
+                if user not in nodes and not reads_no_numbers(user, node):
                     what = "The attention weights" if node is self.softmax.weights else "The scores"
                     raise Refused(
                         f"{what} {node.name!r} are also read by {user.name!r}; the fused operator never has them."

@@ -132,6 +132,34 @@ def first_argument(node: fx.Node) -> Any:
     return node.args[0] if node.args else None
 
 
+_SHAPE_OF_FIRST = frozenset(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_tensor size dim".split()
+)
+_SHAPE_OF_SECOND = frozenset("expand_as view_as reshape_as type_as to".split())
+
+
+def reads_no_numbers(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether `reader` asks `node`, a tensor, for its shape, dtype, strides or device only: `ones_like(node)`,
+    `x.expand_as(node)`. What computes the numbers of `node` is dead once nobody else reads them.
+    """
+    name = str(reader.target) if reader.op == "call_method" else _raw_name(reader.op, reader.target)
+    place = 0 if name in _SHAPE_OF_FIRST else 1 if name in _SHAPE_OF_SECOND else None
+    if place is None or len(reader.args) <= place or reader.args[place] is not node:
+        return False
+    others = (*reader.args[:place], *reader.args[place + 1 :], *reader.kwargs.values())
+    return all(leaf is not node for leaf in tree_leaves(others))
+
+
+@lru_cache(maxsize=8192)
+def _raw_name(op: str, target: Any) -> str:
+    """The name of one of PyTorch's own functions, as it is spelled; '' for others."""
+    if op != "call_function":
+        return ""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._opname) if target.namespace == "aten" else ""
+    return str(getattr(target, "__name__", "")) if _is_of_pytorch(target) else ""
+
+
 @lru_cache(maxsize=8192)
 def _name(op: str, target: Any) -> str:
     if op == "call_method":
