@@ -42,13 +42,24 @@ def test_a_block_holds_every_head_of_a_token_once(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "itemsize", "unroll", "warps"),
-    [((32, 32), 2, 1, 16), ((40, 8), 2, 1, 12), ((40, 40), 2, 2, 10), ((64, 64), 2, 4, 8), ((32, 32), 4, 4, 8)],
+    ("heads", "itemsize", "forward", "backward"),
+    [
+        ((16, 16), 2, (1, 8), (1, 8)),
+        ((32, 32), 2, (2, 8), (1, 16)),
+        ((40, 8), 2, (2, 6), (1, 12)),
+        ((40, 40), 2, (2, 10), (2, 10)),
+        ((64, 64), 2, (4, 8), (4, 8)),
+        ((32, 32), 4, (4, 8), (4, 8)),
+    ],
 )
-def test_longer_rows_are_several_slots_a_thread(heads: tuple[int, int], itemsize: int, unroll: int, warps: int) -> None:
-    dtype = {2: BF16, 4: FLOAT}[itemsize]
-    found = constants(Case("", *heads, 128, 1, 3, dtype, options=HIDDEN), "forward")
-    assert (found["UNROLL"], found["WARPS"]) == (unroll, warps)
+def test_longer_rows_are_several_slots_a_thread(
+    heads: tuple[int, int], itemsize: int, forward: tuple[int, int], backward: tuple[int, int]
+) -> None:
+    """`UNROLL` and warps."""
+    case = Case("", *heads, 128, 1, 3, {2: BF16, 4: FLOAT}[itemsize], options=HIDDEN)
+    for kernel, expected in (("forward", forward), ("backward", backward)):
+        found = constants(case, kernel)
+        assert (found["UNROLL"], found["WARPS"]) == expected
 
 
 @pytest.mark.parametrize("case", HIDDEN_CASES, ids=str)
