@@ -137,7 +137,7 @@ def forward_work(
     instance = Instance(
         "hidden_forward" if rows else "forward",
         {**types, **site.tables.types(), **parameters.types()},
-        {**constants, **tile_constants(tile)},
+        {**constants, **tile_constants(tile), "KEEPS_TABLES": tile.keeps},
         accesses,
     )
     arguments = Arguments()
@@ -228,6 +228,7 @@ class BackwardWork:
             **option_constants(self._options),
             **self._site.constants(),
             **self._parameters.constants(),
+            "KEEPS_TABLES": True,
         }
 
     def _accesses(self) -> dict[str, Access]:

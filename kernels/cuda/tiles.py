@@ -29,7 +29,8 @@ class Tile(NamedTuple):
     only) or, where there are stages, a token early ("ahead") or by copies ("staged"). `stages`: tokens whose x and g
     are on their way into shared memory (backward only; 0: they are loaded when it is their turn), by copies of up to
     `heads_a_copy` heads. `unroll`: how many times a warp's heads one warp takes at once; `flat`: these may be of two
-    tokens; `prefetches`: what it asks for of a later token, "heads", "tables" or "both" (all forward only)."""
+    tokens; `prefetches`: what it asks for of a later token, "heads", "tables" or "both"; `keeps`: the tables are to
+    stay in the L2 (these four forward only)."""
 
     warps: int
     blocks: int
@@ -39,6 +40,7 @@ class Tile(NamedTuple):
     unroll: int = 1
     flat: bool = False
     prefetches: str = ""
+    keeps: bool = True
 
 
 FORWARD = {H100: Tile(4, 6), H200: Tile(2, 12)}
@@ -48,9 +50,14 @@ NARROW_TABLES = {H100: Tile(4, 4, unroll=2), H200: Tile(2, 12, unroll=2)}
 """Forward, entries of the tables read one by one: many loads, which twice as many heads share."""
 
 HANDED = {H200}
-"""Forward with a norm: the tables once a warp."""
-FLAT = {H200}
-"""Forward: no warp but the last is partly empty, where the heads of a token fill no whole number of them."""
+"""Forward with a norm: the tables once a warp, where a head has 4, 8 or 16 lanes. H200, 2048 / 16384 tokens:
+interleaved MRoPE 13.36 to 12.66 / 86.25 to 83.80 us, Gemma 3 15.05 to 14.47 / 104.5 to 103.1, Flux 14.11 to 13.95 /
+99.4 to 98.5, 32+4 packed 11.23 to 11.20 / 77.8 to 77.0, heads of 64 6.83 to 6.67 / 42.5 to 42.1. Of 5 or 6 lanes: up
+to 1 % slower. By blocks of four warps Qwen3-8B 11.81 us instead of 11.85 / 83.2 instead of 83.9, but 32+8 packed
+12.28 instead of 12.21 / 86.8 instead of 86.1. And its warps have heads of two tokens, where those of one fill no
+whole number: 16+2 packed 6.67 to 6.53 / 42.06 to 41.53. Tables that no other sequence shares need not stay in the L2:
+16+2 42.11 to 41.71 / in training 46.26 to 45.61, others within 0.7 %; Gemma 3, whose four sequences share them, loses
+5 % so."""
 
 PREFETCHED_BYTES = {H100: 0, H200: 5 * 2**19}
 """Forward: so much of x lies between what a warp loads and what it prefetches. H200, 16384 tokens, 32+8 packed heads:
@@ -89,12 +96,11 @@ def forward_tile(
     tiles = FORWARD if wide_tables(accesses) else NARROW_TABLES
     measured = nearest(card, tiles) or H100
     tile = tiles[measured]
-    if measured in HANDED and _hands_tables(constants, accesses):
-        tile = tile._replace(tables="handed")
-    if measured in FLAT and tile.unroll == 1:
-        heads, held = int(constants["Q_HEADS"]) + int(constants["K_HEADS"]), heads_per_warp(constants)
-        tile = tile._replace(flat=heads > held and heads % held > 0)
-    return tile._replace(prefetches=_prefetches(constants, accesses) if prefetches else "")
+    if measured in HANDED:
+        tile = tile._replace(keeps=bool(constants["BATCHED"]))
+        if _hands_tables(constants, accesses):
+            tile = _handed(tile, constants, accesses)
+    return tile._replace(prefetches=_prefetches(constants, accesses, tile) if prefetches else "")
 
 
 def prefetched_tokens(tokens: int, token_bytes: int, card: Card) -> int:
@@ -153,27 +159,32 @@ def deferred_tokens(tokens: int, token_bytes: int) -> int:
     return deferred if 4 * deferred <= tokens else 0
 
 
-def _prefetches(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> str:
+def _prefetches(constants: Mapping[str, Constant], accesses: Mapping[str, Access], tile: Tile) -> str:
     """What of a later token a forward asks for: where it was measured faster, 16384 tokens.
 
-    Tables read entry by entry: interleaved MRoPE 91.8 us, 85.3 with the tables, 88.0 with the heads, 88.6 with both.
-    Wide float32 tables: `PREFETCHED_BYTES`; heads of 80 46.4 and 44.6 us, Flux 100.0 and 99.1. Heads of 512 bytes:
-    Gemma 3 108.9 us, 103.1 with the heads, 104.0 with both, 111.5 with the tables. Other tables in two bytes, heads of
-    64 lanes and rotations alone lose up to 2 %.
+    Tables once a warp, by nothing, the heads and both: 32+8 packed 86.1, 85.0 and 85.7 us, 64+8 152.2, 149.3 and 148.9,
+    32+4 78.1, 77.0 and 77.7, 16+2 with heads of two tokens in a warp 41.5, 42.0 and 42.0, Gemma 3 105.8, 103.1 and
+    103.8, Flux 98.5, 99.0 and 99.5, interleaved MRoPE 83.8, 87.5 and 88.6.
+    Else: entry by entry, interleaved MRoPE 91.8 us, 85.3 with the tables, 88.0 with the heads, 88.6 with both. Wide
+    float32 tables: `PREFETCHED_BYTES`; heads of 80 46.4 and 44.6 us. Other tables in two bytes, heads of 64 lanes and
+    rotations alone lose up to 2 %.
     """
     if constants["NORM"] == "NO_NORM" or constants["GATHER"] or constants["COUNTED"] or constants["CHUNKS"] != 1:
         return ""
     head_bytes = int(constants["HEAD_DIM"]) * accesses["IN_BYTES"].itemsize
+    wide = accesses["TABLE_BYTES"].itemsize == 4 and head_bytes >= 160
+    if tile.tables == "handed":
+        wide = wide and wide_tables(accesses) and not constants["SPLIT_PAIRS"] and not tile.flat
+        return "heads" if wide or head_bytes >= 512 else ""
     if not wide_tables(accesses):
         return "tables"
-    if head_bytes >= 512:
-        return "heads"
-    return "both" if accesses["TABLE_BYTES"].itemsize == 4 and head_bytes >= 160 else ""
+    return "heads" if head_bytes >= 512 else "both" if wide else ""
 
 
 def _hands_tables(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:
-    """A forward's tables are loaded once a warp: rows that are found without positions, and lanes that take 16 bytes of
-    them at a time. Rotations alone gain nothing."""
+    """A forward's tables may be loaded once a warp: rows that are found without positions, and lanes that take 16 bytes
+    of them at a time. Rotations alone gain nothing."""
+    lanes = int(constants["HEAD_DIM"]) // (2 * int(constants["PAIRS"]))
     itemsize = accesses["TABLE_BYTES"].itemsize
     per_lane = bool(constants["PER_LANE"])
     entries = int(constants["ROTARY_DIM"]) // (1 if per_lane else 2)
@@ -183,10 +194,20 @@ def _hands_tables(constants: Mapping[str, Constant], accesses: Mapping[str, Acce
         and constants["NORM"] != "NO_NORM"
         and not constants["GATHER"]
         and not constants["COUNTED"]
-        and constants["CHUNKS"] == 1
+        and lanes in (4, 8, 16)
         and entries * itemsize % WIDEST == 0
         and neighbours * itemsize % WIDEST == 0
     )
+
+
+def _handed(tile: Tile, constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> Tile:
+    """`tile` with tables once a warp."""
+    if tile.unroll > 1:
+        return tile._replace(tables="handed")
+    if accesses["TABLE_BYTES"].itemsize == 2:
+        tile = tile._replace(warps=4, blocks=8)
+    heads, held = int(constants["Q_HEADS"]) + int(constants["K_HEADS"]), heads_per_warp(constants)
+    return tile._replace(tables="handed", flat=heads > held and heads % held > 0)
 
 
 def _staged(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:

@@ -36,8 +36,8 @@ struct Handed {
       const int entry = (of_sin ? vector - VECTORS / 2 : vector) * TABLE_VECTOR, row = mrope_row(pair_of_entry(entry));
       const bool inside = rows.inside_of(row);
       const long long offset = rows.offset_of(row) + entry * (TABLE_LANE_STRIDE * int(sizeof(Table)));
-      load_kept<TABLE_BYTES>(mine[which][k], 0, (of_sin ? tables.sin : tables.cos) + offset,
-                             needed && inside && vector < VECTORS, inside ? 0 : NAN_BITS);
+      load_entries<TABLE_BYTES>(mine[which][k], 0, (of_sin ? tables.sin : tables.cos) + offset,
+                                needed && inside && vector < VECTORS, inside ? 0 : NAN_BITS);
     }
   }
 

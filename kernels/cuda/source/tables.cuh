@@ -52,6 +52,14 @@ struct Walk {
   }
 };
 
+// Entries of a table: those that other sequences share stay in the L2 (KEEPS_TABLES).
+template <int BYTES, int N>
+__device__ __forceinline__ void load_entries(Vector<Table, N>& v, int i, const char* address, bool active,
+                                             unsigned fill) {
+  if constexpr (KEEPS_TABLES) load_kept<BYTES>(v, i, address, active, fill);
+  else load_part<BYTES>(v, i, address, active, fill);
+}
+
 // The pair that an entry of a table belongs to.
 __device__ __forceinline__ int pair_of_entry(int entry) {
   return !PER_LANE ? entry : WRITES_ADJACENT ? entry / 2 : entry % (ROTARY_DIM / 2);
@@ -168,8 +176,8 @@ struct RotationRaw {
     const long long offset = rows.offset_of(row) + entry * (TABLE_LANE_STRIDE * int(sizeof(Table)));
     const bool inside = rows.inside_of(row);
     const unsigned fill = inside ? 0 : NAN_BITS;
-    load_kept<TABLE_BYTES>(c, i, tables.cos + offset, needed && inside, fill);
-    load_kept<TABLE_BYTES>(s, i, tables.sin + offset, needed && inside, fill);
+    load_entries<TABLE_BYTES>(c, i, tables.cos + offset, needed && inside, fill);
+    load_entries<TABLE_BYTES>(s, i, tables.sin + offset, needed && inside, fill);
   }
 };
 

@@ -54,12 +54,12 @@ STAGED_TABLES = [
 # such, too.
 FLAT = [
     Case("flat, layer", 5, 2, 128, 2, 77, BF16, options={"norm": "layer"}),
-    Case("flat, row a head, norm last", 7, 2, 96, 2, 63, HALF, per_head=True, options={"norm_first": False}),
+    Case("flat, row a head, norm last", 7, 2, 64, 2, 63, HALF, per_head=True, options={"norm_first": False}),
     Case("flat, partial, sectioned", 16, 2, 128, 2, 65, BF16, packing="blocked",
          options={"mrope_layout": "sectioned", "mrope_section": [8, 12, 12], "rotary_dim": 64, "rotary_start": 32}),
-    Case("flat, grouped, entry a lane", 14, 7, 80, 3, 43, BF16, packing="grouped", per_lane=True, table_dtype=BF16),
-    Case("flat, no norm", 16, 2, 128, 2, 65, BF16, packing="blocked", options={"norm": "none"}),
-    Case("flat, short heads", 9, 4, 24, 2, 65, BF16, options={"pairing": "adjacent"}),
+    Case("flat, grouped, entry a lane", 14, 7, 256, 3, 43, BF16, packing="grouped", per_lane=True, table_dtype=BF16),
+    Case("flat, adjacent, one a sample", 10, 3, 128, 3, 55, BF16, table_batch=3, options={"pairing": "adjacent"}),
+    Case("flat, to halves", 6, 3, 128, 1, 65, BF16, options={"pairing": "adjacent_to_halves"}),
 ]  # fmt: skip
 # What the shared cases leave out: vectors of every width, and every kind of number of threads a head.
 MORE = [

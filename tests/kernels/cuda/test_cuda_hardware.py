@@ -9,7 +9,7 @@ import torch
 from norm_rope_cases import CASES, Case, call, make_inputs
 from torch import Tensor
 
-from fusion_pass.kernels import norm_rope, qkv_norm_rope, rope, rope_
+from fusion_pass.kernels import norm_rope, qkv_norm_rope
 
 pytestmark = pytest.mark.gpu
 BY_NAME = {case.name: case for case in CASES}
@@ -218,14 +218,3 @@ def test_what_the_launch_before_writes_is_read(device: torch.device, backend: st
         graph.replay()
         for ours, theirs in zip(captured, [*expected[:3], *expected[:3]], strict=True):
             assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("heads", [6, 8])
-def test_in_place_with_heads_that_fill_no_warp(device: torch.device, heads: int) -> None:
-    """A warp writes heads of two tokens where it read them, and no others."""
-    options: dict[str, Any] = {"rotary_dim": 64, "rotary_start": 32, "backend": "cuda"}
-    x = torch.randn(3, 171, heads, 128, device=device, dtype=torch.bfloat16)
-    table = torch.randn(1, 171, 32, device=device)
-    expected = rope(x, table, table * 2, **options)
-    rope_(x, table, table * 2, **options)
-    torch.testing.assert_close(x, expected, rtol=0, atol=0)

@@ -28,6 +28,7 @@ from fusion_pass.kernels.streams import Stream
 
 BY_NAME = {case.name: case for case in CASES}
 BF16 = torch.bfloat16
+INTERLEAVED_80 = {"mrope_layout": "interleaved", "mrope_section": [14, 13, 13]}
 
 
 # --- how a head is cut ---------------------------------------------------------------------------------------------
@@ -247,11 +248,14 @@ def test_only_heads_that_adjoin_are_one_copy(packing: str, heads_a_copy: int) ->
 @pytest.mark.parametrize(
     ("case", "prefetched"),
     [
-        (STAGED_TABLES[0], "heads tables"),
+        (STAGED_TABLES[0], "heads"),
+        (Case("heads of two tokens", 16, 2, 128, 1, 64, BF16, packing="blocked"), ""),
+        (Case("adjacent", 32, 8, 128, 1, 64, BF16, options={"pairing": "adjacent"}), ""),
         (Case("heads of 80", 16, 16, 80, 1, 64, BF16, packing="blocked"), "heads tables"),
         (Case("tables in two bytes", 32, 8, 128, 1, 64, BF16, per_lane=True, table_dtype=BF16), ""),
         (Case("long heads", 16, 8, 256, 1, 64, BF16, per_lane=True, table_dtype=BF16), "heads"),
-        (Case("interleaved", 32, 8, 128, 1, 64, BF16, options=INTERLEAVED), "tables"),
+        (Case("interleaved", 32, 8, 128, 1, 64, BF16, options=INTERLEAVED), ""),
+        (Case("interleaved, heads of 80", 16, 4, 80, 1, 64, BF16, options=INTERLEAVED_80), "tables"),
         (Case("positions", 32, 8, 128, 1, 64, BF16, positions="shared"), ""),
         (Case("no norm", 32, 8, 128, 1, 64, BF16, options={"norm": "none"}), ""),
     ],
@@ -314,6 +318,7 @@ def test_more_heads_than_32_bits_count_keep_to_their_token(monkeypatch: pytest.M
         ({"positions": "shared"}, False),
         ({"options": {"norm": "none"}}, False),
         ({"options": {"rotary_dim": 4}}, False),  # rows of 8 bytes
+        ({"head_dim": 80}, False),  # five lanes a head
     ],
     ids=str,
 )
@@ -322,6 +327,19 @@ def test_a_warp_loads_its_tables_once(change: dict[str, Any], handed: bool) -> N
     for card, expected in ((H200, handed), (H100, False)):
         constants = by_kernel(case, card)["forward"].launch.instance.constants  # type: ignore[attr-defined]
         assert (constants["TABLES"] == "HANDED") == expected
+
+
+def test_tables_that_sequences_share_stay_in_the_l2() -> None:
+    """On an H100 all do."""
+
+    def kept(card: Card, **change: Any) -> object:
+        case = replace(Case("", 16, 8, 128, 3, 40, BF16), **change)
+        return by_kernel(case, card)["forward"].launch.instance.constants["KEEPS_TABLES"]  # type: ignore[attr-defined]
+
+    assert kept(H200)
+    assert not kept(H200, batch=1)
+    assert not kept(H200, table_batch=3)
+    assert kept(H100, batch=1)
 
 
 def test_every_dx_is_written_once() -> None:
