@@ -276,13 +276,16 @@ def _check_kept(effects: Effects, result: fx.Node) -> None:
 def _output(effects: Effects, attention: Attention) -> tuple[Output, tuple[fx.Node, ...], str]:
     """Where the site ends, the nodes from the result to there, and the memory order of the operator's result."""
     node, order, merged = attention.result, list(attention.order), attention.leading.merged
+    if len(order) == 3:
+        outer = tuple((0, 1, 3).index(axis) for axis in order)
+        moves = () if outer == (0, 1, 2) else (Step("permute", outer),)
     if len(order) == 3 and merged is None:
-        return Output(node, 0, (Step("squeeze", (2,)),)), (), "bshd"
+        return Output(node, 0, (Step("squeeze", (2,)), *moves)), (), "bshd"
     chain, split = [node], tuple[Step, ...]()
     if len(order) == 3:
-        view = _split_again(effects, node, cast("tuple[Size, int]", merged))
+        view = None if moves else _split_again(effects, node, cast("tuple[Size, int]", merged))
         if view is None:
-            return Output(node, 0, (Step("transpose", (1, 2)), Step("flatten", (0, 1)))), (node,), "bhsd"
+            return Output(node, 0, (Step("transpose", (1, 2)), Step("flatten", (0, 1)), *moves)), (node,), "bhsd"
         node, order, chain = view, [0, 2, 1, 3], [node, view]
     if len(order) == 5:
         split = (Step("unflatten", (2, attention.leading.grouped)),)

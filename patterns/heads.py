@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand, Step
-from fusion_pass.graph.vocabulary import CASTS, Size, fake, fake_tensor, holds, operation, sizes
+from fusion_pass.graph.vocabulary import CASTS, Size, fake, fake_tensor, holds, operation, size, sizes
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ class Heads:
             steps.append(Step("flatten", (2, 3)))
         if self.dtype != dtype:
             steps.append(Step("to", (dtype,)))
+        if size(_tensor(self.node).stride(self.order[3])) != 1:
+            steps.append(Step("contiguous"))  # projected by a convolution: the operator reads lane by lane
         return Operand(self.node, tuple(steps))
 
 

@@ -172,8 +172,10 @@ class _Values:
             if any(write not in self.nodes for write in self.effects.writes(current)):
                 raise Refused(f"The attention weights {current.name!r} are written in place.")
             users = [user for user in current.users if not reads_no_numbers(user, current)]
-            if len(users) != 1:
+            if len(users) > 1:
                 raise Refused(self._read_elsewhere(current))
+            if not users:
+                break
             (user,) = users
             name = operation(user)
             if name in PRODUCTS:
@@ -193,7 +195,8 @@ class _Values:
         raise Refused("The attention weights meet no values.")
 
     def _read_elsewhere(self, node: fx.Node) -> str:
-        readers = [user.name for user in node.users if operation(user) not in PRODUCTS]
+        values = [user for user in node.users if not reads_no_numbers(user, node)]
+        readers = [user.name for user in values if operation(user) not in PRODUCTS]
         return (
             f"The attention weights {node.name!r} are also read by {', '.join(map(repr, readers))} "
             "(output_attentions?); the fused operator never has them."
@@ -224,7 +227,7 @@ class _Values:
                 order = tuple(axes.get(letter, -1) for letter in out)
                 leading = letter_sizes(weights, words[0], batch)
                 whole = one_head_or_each(operands[1], words[1], batch, column, lane, leading)
-                if whole and set(out) == set(axes) and (len(batch) > 1 or order == (0, 1, 3)):
+                if whole and set(out) == set(axes):
                     return heads_of_letters(operands[1], words[1], batch, column, lane), order
         raise Refused(f"{product.name!r} multiplies the attention weights with values in a way that is not known.")
 

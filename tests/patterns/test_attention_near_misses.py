@@ -123,6 +123,9 @@ READ: dict[str, Model] = {
     "any axes": lambda q, k, v, x: torch.einsum("...qd,...kd->...qk", q, k).softmax(-1) @ v,
     "letters": lambda q, k, v, x: torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1) @ v,
     "letters, values in front": lambda q, k, v, x: torch.einsum("bhkd,bhqk->bhqd", v, scores(q, k).softmax(-1)),
+    "letters of three that move": lambda q, k, v, x: torch.einsum(
+        "hqk,hkd->qhd", torch.einsum("hqd,hkd->hqk", q[0], k[0]).softmax(-1), v[0]
+    ),
     "less the maximum": changed(lambda s, x: s - s.amax(-1, keepdim=True)),
     "beside a tensor that takes the result's dtype": lambda q, k, v, x: v.to(scores(q, k).softmax(-1) @ v).transpose(
         1, 2
@@ -146,9 +149,6 @@ NOT_READ: dict[str, Model] = {
     "any axes of one": lambda q, k, v, x: torch.einsum("...qd,hkd->...qk", q, k[0]).softmax(-1) @ v,
     "a sum over any axes": lambda q, k, v, x: torch.einsum("bhqd,bgkd->bhqk", q, k).softmax(-1) @ v,
     "letters without a batch": lambda q, k, v, x: torch.einsum("bhqd,hkd->bhqk", q, k[0]).softmax(-1) @ v,
-    "letters of three that move": lambda q, k, v, x: (
-        torch.einsum("hqk,hkd->qhd", torch.einsum("hqd,hkd->hqk", q[0], k[0]).softmax(-1), v[0])
-    ),
     "values without a batch": lambda q, k, v, x: torch.einsum("bhqk,hkd->bhqd", scores(q, k).softmax(-1), v[0]),
     "letters of three": lambda q, k, v, x: (
         torch.einsum("bhqd,bhkd,h->bhqk", q, k, x[0, :, 0, 0]).softmax(-1) @ v

@@ -288,7 +288,7 @@ NOT_FUSED: dict[str, tuple[Model, str]] = {
         lambda q, k, v: viewed(masked_in_four, lambda w: torch.ones(B * H, S, S).view_as(w))(
             q, k.repeat(1, 1, G), v.repeat(1, 1, G)
         ),
-        "changes the attention weights",
+        "The attention weights meet no values.",
     ),
 }  # fmt: skip
 
