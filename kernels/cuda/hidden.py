@@ -20,16 +20,16 @@ rows spill."""
 
 FORWARD_WARPS = {1: 10, 2: 10, 4: 8}
 """Of a forward: fewer warps that have more slots each share more instructions. OLMo 2 7B, H200, 16384 tokens: two slots
-in eight warps 135.6 us, one in sixteen 149.0, four in four 145.5."""
-FORWARD_RESIDENT = {1: 16, 2: 16, 4: 12}
+in eight warps 136.2 us, one in sixteen 149.0, four in four 145.5."""
+FORWARD_RESIDENT = {1: 24, 2: 16, 4: 12}
 """Its warps on a multiprocessor, at most."""
 
-STAGES = {H100: (3, 2), H200: (3, 2)}
-"""Tokens on their way, forward and backward (one more with several slots a thread, whose slot is filled again a token
-later). An H100 has not tried it: `backend="auto"` takes Triton there."""
-HEADS_A_COPY = (1, 8)
-"""Forward and backward, at most."""
-REFILLS_LATE = False
+STAGED = {H100, H200}
+"""Where rows come through shared memory. An H100 has not tried it: `backend="auto"` takes Triton there."""
+FEW_BYTES = 2**27
+"""Of x. With more a forward has less on its way, because many reads ahead of the writes slow the memory down. 7B, two
+blocks of eight warps, by (stages, heads a copy): (2, 1) 136.2 us at 16384 tokens and 19.8 at 2048, (3, 1) 136.6 and
+20.1, (2, 4) 149.6 and 20.0, (2, 32) 147.7 and 19.5, (4, 4) 149.8 and 19.1; 4096 tokens: (2, 1) 37.6, (4, 4) 36.5."""
 SHARED_BYTES = 192 * 1024
 """Of a multiprocessor, for the slots of all its blocks: the rest is the L1's."""
 
@@ -62,12 +62,19 @@ def shape(
 
 
 def forward_tile(
-    constants: Mapping[str, Constant], accesses: Mapping[str, Access], adjoin: bool, card: Card = H100
+    constants: Mapping[str, Constant],
+    accesses: Mapping[str, Access],
+    adjoin: bool,
+    card: Card = H100,
+    few: bool = True,
 ) -> Tile:
     """For an instance of the forward; without stages a block takes one token. `adjoin`: the heads of a token follow
-    each other in memory."""
+    each other in memory; `few`: x has less than `FEW_BYTES`."""
     tile = _tile(constants, FORWARD_WARPS, MOST_WARPS if constants["HAS_BIAS"] else FORWARD_RESIDENT)
-    return _staged(tile, constants, accesses, adjoin, card)
+    # 13B, of which a multiprocessor has room for one block: (3, 4) 173.5 us at 16384 tokens and 24.4 at 2048, (4, 4)
+    # 178.9 and 24.0. 32B: (2, 2) 107.6 and 15.9, (2, 4) 110 and 15.5, (3, 4) 119.8 and 15.3.
+    stages, a_copy = (4, 4) if few else (2, 1) if tile.blocks > 1 else (3, 4)
+    return _staged(tile._replace(stages=stages, heads_a_copy=a_copy), constants, accesses, adjoin, card)
 
 
 def backward_tile(
@@ -77,7 +84,13 @@ def backward_tile(
     changes_places = constants["READS_ADJACENT"] != constants["WRITES_ADJACENT"]
     heavy = constants["NORM"] == "LAYER" or changes_places
     most = MOST_BIASED_WARPS if constants["NEEDS_BIAS"] else MOST_HEAVY_WARPS if heavy else MOST_WARPS
-    return _staged(_tile(constants, most, most), constants, accesses, adjoin, card)
+    tile = _tile(constants, most, most)
+    # Halves of rows. 16384 / 2048 tokens, 7B: 197.8 / 31.2 us, quarters 197.0 / 31.8, rows 198.5 / 31.2, with a stage
+    # more 214 and above / 32.1. 32B, whose warps are fewer: 151.7 / 23.9, fifths 164.1 / 25.7, rows 158.1 / 23.9, with
+    # a stage less 167.4 / 25.6. 13B, two slots a thread: fifths 243 to 251 / 38.8, tenths 276.5 / 42.1.
+    halves = -(-_most_heads(constants) // 2)
+    a_copy, stages = (halves, 2 if tile.warps * tile.blocks > 12 else 3) if tile.unroll == 1 else (8, 3)
+    return _staged(tile._replace(stages=stages, heads_a_copy=a_copy), constants, accesses, adjoin, card)
 
 
 def blocks(tile: Tile, tokens: int, multiprocessors: int) -> int:
@@ -93,14 +106,8 @@ def shared_bytes(constants: Mapping[str, Constant], accesses: Mapping[str, Acces
 def _staged(
     tile: Tile, constants: Mapping[str, Constant], accesses: Mapping[str, Access], adjoin: bool, card: Card
 ) -> Tile:
-    """With the stages that have room, where x and g come by bulk copies."""
+    """With as many of its stages as there is room for, where x and g come by bulk copies; else without."""
     x = accesses["IN_BYTES"]
-    if accesses.get("GRAD_BYTES", x) != x or x != Access(WIDEST, x.itemsize):
-        return tile
-    # The lanes of a warp make one copy each.
-    copies = _kinds(accesses) * max(int(constants["Q_HEADS"]), int(constants["K_HEADS"]))
-    kind = _kinds(accesses) - 1
-    a_copy = max(HEADS_A_COPY[kind], -(-copies // 32)) if adjoin else 1
     tables = (
         constants["ROTATES"]
         and constants["MROPE"] == "NO_MROPE"
@@ -108,13 +115,18 @@ def _staged(
         and not constants["GATHER"]
         and not constants["COUNTED"]
     )
-    of_a_token = _token_bytes(constants, accesses, bool(tables))
-    measured = nearest(card, STAGES)
-    wanted = STAGES[measured][kind] + (kind == 1 and tile.unroll > 1) if measured else 0
-    stages = min(wanted, SHARED_BYTES // (tile.blocks * of_a_token))
-    if stages < 2:
-        return tile
+    stages = min(tile.stages, SHARED_BYTES // (tile.blocks * _token_bytes(constants, accesses, bool(tables))))
+    copied = accesses.get("GRAD_BYTES", x) == x == Access(WIDEST, x.itemsize) and nearest(card, STAGED) is not None
+    if not copied or stages < 2:
+        return tile._replace(stages=0, heads_a_copy=1)
+    # The lanes of a warp make one copy each.
+    a_copy = max(tile.heads_a_copy, -(-_kinds(accesses) * _most_heads(constants) // 32)) if adjoin else 1
     return tile._replace(stages=stages, heads_a_copy=a_copy, tables="staged" if tables else "last")
+
+
+def _most_heads(constants: Mapping[str, Constant]) -> int:
+    """Of q or k."""
+    return max(int(constants["Q_HEADS"]), int(constants["K_HEADS"]))
 
 
 def _kinds(accesses: Mapping[str, Access]) -> int:

@@ -128,8 +128,8 @@ def forward_work(
     heads = sum(site.heads[:2])
     ahead = prefetched_tokens(site.tokens, heads * site.head_dim * q.x.element_size(), card)
     if rows:
-        constants["REFILLS_LATE"] = hidden.REFILLS_LATE
-        tile = hidden.forward_tile(constants, accesses, _adjoin(inputs), card)
+        few = site.tokens * heads * site.head_dim * q.x.element_size() < hidden.FEW_BYTES
+        tile = hidden.forward_tile(constants, accesses, _adjoin(inputs), card, few)
     else:
         tile = forward_tile(constants, accesses, acc.itemsize, card, prefetches=ahead > 0)
     if site.tokens * heads >= _MOST_FLAT:
@@ -261,7 +261,6 @@ class BackwardWork:
             constants["V_HEADS"], copy = 0, None
         accesses = self._accesses()
         if self._rows:
-            constants["REFILLS_LATE"] = hidden.REFILLS_LATE
             tile = hidden.backward_tile(constants, accesses, _adjoin([*self._grads, *self._read]), card)
         else:
             few = site.tokens * sum(site.heads[:2]) * site.head_dim * accesses["IN_BYTES"].itemsize < FEW_BYTES

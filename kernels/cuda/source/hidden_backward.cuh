@@ -133,15 +133,13 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
       if constexpr (NORM == LAYER) sums[2] += sum_of(scaled);
     }
     exchange.add_up(sums, team);
-    const auto refill = [&] {
-      if (!WALKS_STAGED) return;
+    if (WALKS_STAGED) {
       // Everyone has what the slot held; several slots a thread are read once more, so that only the one before is free.
       if (ring.copies) bulk::fence();
       const bool more = ahead.flat < args.tokens && !(SEVERAL && first);
       if (more) ring.fill(SEVERAL ? (ring.stage > 0 ? ring.stage : STAGES) - 1 : ring.stage, ahead.token());
       if (!(SEVERAL && first)) ahead.advance();
-    };
-    if (!REFILLS_LATE) refill();
+    }
     // dx = r u - x r^3 mean(u x), with u = g w; LayerNorm: that less r mean(u).
     const Acc r = reciprocal_root(sums[0] * part + Acc(args.eps)), projection = sums[1] * part * r * r * r;
     Acc mean_u = 0;
@@ -167,7 +165,6 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
       char* const out = to.at(token, u, team, lane);
       store_head<DX_BYTES>(READ, out, lane, pack_tile<In>(READ, g, lane), stores && team.exists(u, lane));
     }
-    if (REFILLS_LATE) refill();
     if (WALKS_STAGED) ring.advance();
   }
 

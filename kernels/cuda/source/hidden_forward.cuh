@@ -103,14 +103,12 @@ norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
       if (SCALES_LAST) weigh_and_rotate(y[u], weight[u], bias[u], rotation, lane);
     }
     exchange.add_up(squares, team);
-    const auto refill = [&] {
-      if (!WALKS_STAGED) return;
+    if (WALKS_STAGED) {
       if (ring.copies) bulk::fence();
       if (ahead.flat < args.tokens) ring.fill(ring.stage, ahead.token());
       ahead.advance();
       ring.advance();
-    };
-    if (!REFILLS_LATE) refill();
+    }
     const Acc r = reciprocal_root(squares[0] * one_over_lanes(team.is_q) + Acc(args.eps));
 
 #pragma unroll
@@ -119,6 +117,5 @@ norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
       if (!SCALES_LAST) weigh_and_rotate(y[u], weight[u], bias[u], rotation, lane);
       store_head<OUT_BYTES>(WRITE, to.at(token, u, team, lane), lane, pack_tile<Out>(WRITE, y[u], lane), team.exists(u, lane));
     }
-    if (REFILLS_LATE) refill();
   }
 }

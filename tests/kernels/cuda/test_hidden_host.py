@@ -6,11 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import cuda_cases
 import pytest
 import torch
 from cuda_cases import by_kernel
 from hidden_cases import BF16, DOUBLE, FLOAT, HIDDEN, HIDDEN_CASES, MODELS, OLMO2_7B, SECTIONED
-from norm_rope_cases import Case
+from norm_rope_cases import Case, Inputs, make_inputs
 from torch import Tensor
 
 from fusion_pass.kernels import cuda, registry
@@ -96,6 +97,26 @@ def test_tokens_come_through_shared_memory_where_it_was_measured() -> None:
         assert constants(case, "backward", A100)["STAGES"] == 0
     of_8_bytes = Case("", 32, 32, 4, 1, 3, BF16, options=HIDDEN)
     assert constants(of_8_bytes, "forward")["STAGES"] == 0
+
+
+def test_a_forward_of_many_tokens_has_less_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads that run far ahead of the writes slow the memory down, where there is much of either."""
+    few = constants(OLMO2_7B, "forward")["STAGES"]
+    monkeypatch.setattr(hidden, "FEW_BYTES", 0)
+    assert constants(OLMO2_7B, "forward")["STAGES"] < few
+
+
+@pytest.mark.parametrize(("gaps", "heads_a_copy"), [(False, 16), (True, 1)])
+def test_a_copy_has_heads_that_adjoin(gaps: bool, heads_a_copy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not gaps:
+
+        def dense(case: Case, device: torch.device) -> Inputs:
+            inputs = make_inputs(case, device)
+            inputs.x = [x.detach().contiguous() for x in inputs.x]
+            return inputs
+
+        monkeypatch.setattr(cuda_cases, "make_inputs", dense)
+    assert constants(OLMO2_7B, "backward")["HEADS_A_COPY"] == heads_a_copy
 
 
 @pytest.mark.parametrize(("card", "blocks"), [(H200, 132), (A100, 600)])
