@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
 from fusion_pass.graph.site import Step
-from fusion_pass.graph.vocabulary import fake, is_foreign, written_arguments
+from fusion_pass.graph.vocabulary import fake, is_foreign, memory_of, written_arguments
 
 _READS_STRIDES = frozenset(
     {"as_strided", "as_strided_scatter", "stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"}
@@ -86,6 +86,19 @@ def steps_to_layout(original: torch.Tensor) -> tuple[Step, ...] | None:
         return None
     inverse = [order.index(axis) for axis in range(original.dim())]
     return (Step("permute", tuple(order)), Step("contiguous"), Step("permute", tuple(inverse)))
+
+
+def returned_detached(node: fx.Node) -> bool:
+    """Whether the graph returns, of the memory of `node`, both what has a gradient and what is detached from it.
+
+    AOTAutograd (of torch 2.13 at least) returns the latter as a view of all that memory. Of a tensor of its own that is
+    the same; `(x * 2).transpose(1, 2)` returned beside its `detach()` comes back in two shapes. So a call's result that
+    takes the place of such a tensor is to be no view.
+    """
+    (output,) = node.graph.find_nodes(op="output")
+    memory = memory_of(node)
+    gradients = {fake(n).requires_grad for n in output.all_input_nodes if memory_of(n) == memory}
+    return len(gradients) == 2
 
 
 def _depends_by_nature(node: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from fusion_pass.graph.repeats import facts
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step, changed
 from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, reads_no_numbers, written_arguments
 from fusion_pass.kernels import registry
-from fusion_pass.layout import first_layout_reader, same_layout, same_size, steps_to_layout
+from fusion_pass.layout import first_layout_reader, returned_detached, same_layout, same_size, steps_to_layout
 
 OUTSIDE_KERNEL = "custom"
 """What a report names as the kernel of an operator that the kernel registry does not know (a third party's)."""
@@ -124,7 +124,7 @@ def _signature(site: Site, operands: Mapping[str, Operand], options: Mapping[str
         site.call.name,
         tuple([(name, type(o), tuple(o) if isinstance(o, list) else o) for name, o in options.items()]),
         tuple([(name, *described(operand)) for name, operand in operands.items()]),
-        tuple([(output.index, *described(output)) for output in site.outputs]),
+        tuple([(output.index, *described(output), returned_detached(output.node)) for output in site.outputs]),
     )
 
 
@@ -389,6 +389,8 @@ def _result(site: Site, output: Output, value: Any) -> Result:
                 f"{reader.name!r} depends on the strides of {output.node.name!r}, which the call cannot give."
             )
         steps, values = (*steps, *extra), (*values, *_through(extra, got)[1:])
+    if steps and returned_detached(output.node):
+        steps, values = (*steps, Step("clone")), (*values, values[-1].clone())
     for given in values:  # any of them may become the operand of another site
         given.requires_grad_(original.requires_grad)
     return Result(output.node, output.index, steps, values)

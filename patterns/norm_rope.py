@@ -169,7 +169,9 @@ def _site(effects: Effects, call: Call, parts: Sequence[Reading]) -> Site | Refu
 
 
 def _in_time(effects: Effects, call: Call, replaced: set[fx.Node], region: frozenset[fx.Node]) -> bool:
-    """Whether all that `call` reads is there before anybody reads a result of it."""
+    """Whether all that `call` reads is there before anybody reads a result of it, the call itself included."""
+    if any(o.node in replaced for o in call.tensors.values() if o is not None):
+        return False  # q is made of the rotated k
     readers = [effects.order[u] for n in replaced for u in n.users if u not in region and u not in replaced]
     operands = [effects.order[o.node] for o in call.tensors.values() if o is not None]
     return not readers or min(readers) > max(operands)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from compiling import eager
-from torch import Tensor
+from torch import Tensor, fx
 
 from fusion_pass import FusionBackend, FusionConfig
 
@@ -29,3 +32,26 @@ def test_an_operator_of_somebody_elses_sees_the_strides_of_the_model() -> None:
     backend = FusionBackend(FusionConfig(allow_reference=True, expect={"rope": 1}), inner=eager)
     strides = torch.compile(model, backend=backend, fullgraph=True)(x, cos, sin)
     assert strides.tolist() == model(x, cos, sin).tolist() == [384, 16, 768, 1]
+
+
+@pytest.mark.parametrize("alias", [True, False])
+def test_a_result_returned_beside_its_detached_alias(alias: bool) -> None:
+    """AOTAutograd returns the alias in the shape of the memory: the result of the call must not be a view of it."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out = (q @ k.mT).softmax(-1) @ v
+        return out, (out if alias else q * 2.0).detach()
+
+    graphs: list[fx.GraphModule] = []
+
+    def keep(module: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(module)
+        return eager(module, inputs)
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 3, 8, requires_grad=True) for _ in range(3))
+    compiler = FusionBackend(FusionConfig(allow_reference=True, expect={"attention": 1}), inner=keep)
+    for ours, expected in zip(torch.compile(model, backend=compiler)(q, k, v), model(q, k, v), strict=True):
+        torch.testing.assert_close(ours, expected)
+    (graph,) = graphs
+    assert bool(graph.graph.find_nodes(op="call_method", target="clone")) is alias

@@ -9,6 +9,7 @@ from exactness import assert_exact, capture, find, reasons_of, sites_of
 from spellings import HALF, Attention, B, D, H, S, added_in_place, halves, inputs, rms
 from torch import fx
 
+from fusion_pass import FusionBackend, FusionConfig
 from fusion_pass.patterns.facts import Refused
 from fusion_pass.patterns.layout import operand
 
@@ -367,6 +368,22 @@ def test_rotations_that_are_no_pair(model):
     angle = torch.randn(1, S, 1, HALF).repeat(1, 1, 1, 2)
     found = sites_of(model, *torch.randn(2, B, S, H, D), angle.cos(), angle.sin())
     assert [site.fusion for site in found] == ["rope", "rope"]
+
+
+@pytest.mark.parametrize("end", [lambda x: x, lambda x: x * 1.0], ids=["itself", "a product"])
+def test_query_that_is_made_of_the_rotated_key(end):
+    """One call cannot read its own result, so there are two."""
+
+    def model(x, v, w, c, s):
+        k = halves(rms(x, w), c, s)
+        q = halves(rms(end(k), w), c, s)
+        return attend(q, k, v)
+
+    angle = torch.randn(1, S, 1, HALF).repeat(1, 1, 1, 2)
+    settings = FusionConfig(allow_reference=True, fusions=("norm_rope",), expect=2)
+    compiler = FusionBackend(settings, inner=lambda module, _: module.forward)
+    inputs = *torch.randn(2, B, S, H, D), torch.rand(D), angle.cos(), angle.sin()
+    torch.testing.assert_close(torch.compile(model, backend=compiler)(*inputs), model(*inputs))
 
 
 def test_table_written_before_the_call():
