@@ -66,14 +66,27 @@ def wait_until(counter, number):
 
 
 @gluon.jit
-def draw(counter):
-    """The next number of `counter` in global memory, for all lanes of one warp. (`gl.atomic_add` fences all that the
-    warp has done, and tells its lanes through shared memory.)"""
+def begin_draw(counter):
+    """Ask for the next number of `counter` in global memory, by one warp; `end_draw` waits for it. (`gl.atomic_add`
+    fences all that the warp has done, and tells its lanes through shared memory.)"""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 i; mov.u32 i, %laneid; setp.eq.u32 p, i, 0; mov.u32 i, 0;"
-        " @p atom.relaxed.gpu.global.add.u32 i, [$1], 1; shfl.sync.idx.b32 $0, i, 0, 31, -1; }",
+        "{ .reg .pred p; .reg .u32 i; mov.u32 i, %laneid; setp.eq.u32 p, i, 0; mov.u32 $0, 0;"
+        " @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
         "=r,l", [counter.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def end_draw(begun):
+    """The number, for all lanes of the warp."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [begun], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def draw(counter):
+    return end_draw(begin_draw(counter))
 
 
 @gluon.jit

@@ -47,9 +47,15 @@ def load_block(desc, block, full, free, use, coord, T: gl.constexpr, SLICES: gl.
 
 
 @gluon.jit
+def load_pair(p, mem, use, coord, T: gl.constexpr):
+    """Fetch a block of K, and of V."""
+    load_block(p.k, mem.k, mem.k_full, FREE, use, coord, T, T.qk_slices)
+    load_block(p.v, mem.v, mem.v_full, FREE + T.stages, use, coord, T, 1)
+
+
+@gluon.jit
 def load_partition(p, mem, T: gl.constexpr):
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
-    V_FREE: gl.constexpr = FREE + T.stages
     tiles = num_tiles(p, T)
     use = 0
     turn = 0
@@ -67,18 +73,25 @@ def load_partition(p, mem, T: gl.constexpr):
             for i in gl.static_range(T.qk_slices):
                 part = mem.q.index(at * T.qk_slices + i)
                 tma_load(p.q, [b, h, row0 + w * 64, i * T.qk_lanes], mem.q_full.index(at), part)
-        load_block(p.v, mem.v, mem.v_full, V_FREE, use, (b, kv, (last - 1) * T.block_n), T, 1)
+        load_block(p.v, mem.v, mem.v_full, FREE + T.stages, use, (b, kv, (last - 1) * T.block_n), T, 1)
         use += 1
         turn += 1
+        # The next tile is drawn before the last block is loaded. Earlier it would be kept from others who may have
+        # nothing to do for as long as this one lasts; later its number would be waited for.
+        begun = turn
+        if T.dynamic:  # noqa: SIM102 (decided at compile time; the next one is not)
+            if last - first == 1:
+                begun = barriers.begin_draw(p.counter)
+        for back in range(1, last - first):
+            if T.dynamic:  # noqa: SIM102
+                if back == last - first - 1:
+                    begun = barriers.begin_draw(p.counter)
+            load_pair(p, mem, use, (b, kv, (last - 1 - back) * T.block_n), T)
+            use += 1
         if T.dynamic:
-            tile = gl.atomic_add(p.counter, 1) + gl.num_programs(0)
+            tile = barriers.end_draw(begun) + gl.num_programs(0)
         else:
             tile = tile_after(turn, p, T)
-        for back in range(1, last - first):
-            row = (last - 1 - back) * T.block_n
-            load_block(p.k, mem.k, mem.k_full, FREE, use, (b, kv, row), T, T.qk_slices)
-            load_block(p.v, mem.v, mem.v_full, V_FREE, use, (b, kv, row), T, 1)
-            use += 1
     announce(turn, (-1, 0, 0, 0, 0, 0, 0), mem)
 
 
