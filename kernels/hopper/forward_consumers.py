@@ -21,6 +21,7 @@ from .forward_steps import (
     first_block,
     kept_q,
     last_values,
+    next_use,
     pass_turn,
     rounded,
     seen_blocks,
@@ -40,12 +41,12 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def own_rows(row0, b, h, first, last, clear_last, use, p, mem, w: gl.constexpr, T: gl.constexpr):
-    """What a warpgroup does of a tile: (its first row, `limits` of its rows, last, clear_last, use), see
+def own_rows(row0, b, h, first, last, clear_last, at, p, mem, w: gl.constexpr, T: gl.constexpr):
+    """What a warpgroup does of a tile: (its first row, `limits` of its rows, last, clear_last, at), see
     `seen_blocks`."""
     row0 += w * 64
-    last, clear_last, use = seen_blocks(row0, first, last, clear_last, use, p, mem, w, T)
-    return row0, limits(row0, b, h, p, T), last, clear_last, use
+    last, clear_last, at = seen_blocks(row0, first, last, clear_last, at, p, mem, w, T)
+    return row0, limits(row0, b, h, p, T), last, clear_last, at
 
 
 # ---------------------------------------------------------------------------------------------------- overlapped
@@ -53,16 +54,17 @@ def own_rows(row0, b, h, first, last, clear_last, use, p, mem, w: gl.constexpr, 
 
 @gluon.jit
 def attend_blocks(
-    end, begin, use, first, q, slot, acc, reference, total, factor, pairs, rows, p, mem,
+    end, begin, before, at, first, q, slot, acc, reference, total, factor, pairs, rows, p, mem,
     w: gl.constexpr, T: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """`attend` to the blocks `[begin, end)`, the last one first."""
     for back in range(end - begin):
-        acc, reference, total, factor, pairs = attend(
-            use, end - 1 - back, first, q, slot, acc, reference, total, factor, pairs, rows, p, mem, w, T, MASKED
+        after, acc, reference, total, factor, pairs = attend(
+            before, at, end - 1 - back, first, q, slot, acc, reference, total, factor, pairs, rows, p, mem, w, T, MASKED
         )
-        use += 1
-    return use, acc, reference, total, factor, pairs
+        before = at
+        at = after
+    return before, at, acc, reference, total, factor, pairs
 
 
 @gluon.jit
@@ -76,60 +78,62 @@ def consumer_overlapped(p, mem, w: gl.constexpr, T: gl.constexpr):
     if T.pingpong:  # noqa: SIM102 (decided at compile time; the next one is not)
         if w == T.warpgroups - 1:
             pass_turn(w, T)  # opens the first turn of warpgroup 0
-    row0, rows, last, clear_last, use = own_rows(row0, b, h, first, last, clear_last, turn, p, mem, w, T)
-    q, reference, total, pairs = first_block(w, turn, use, last - 1, rows, p, mem, w, T)
+    at = gl.to_tensor(0), gl.to_tensor(0)
+    row0, rows, last, clear_last, at = own_rows(row0, b, h, first, last, clear_last, at, p, mem, w, T)
+    q, reference, total, pairs = first_block(w, turn, at, last - 1, rows, p, mem, w, T)
     factor = zeros_of_rows(T) + 1.0
     acc = zeros(T.v_dim, OUT)
-    use += 1
+    before = at
+    at = next_use(at, T)
     while row0 >= 0:
         if T.looks_ahead:
-            await_blocks(use - 1, last - 1 > first, mem, T)
+            await_blocks(before, at, last - 1 > first, mem, T)
         slot = (turn % T.q_buffers) * T.warpgroups + w
         if T.masked:
             clear_last = gl.minimum(clear_last, last - 1)
             clear_first = gl.minimum(clear_first, clear_last)
-            use, acc, reference, total, factor, pairs = attend_blocks(
-                last - 1, clear_last, use, first, q, slot, acc, reference, total, factor, pairs,
+            before, at, acc, reference, total, factor, pairs = attend_blocks(
+                last - 1, clear_last, before, at, first, q, slot, acc, reference, total, factor, pairs,
                 rows, p, mem, w, T, True,
             )  # fmt: skip
-            use, acc, reference, total, factor, pairs = attend_blocks(
-                clear_last, clear_first, use, first, q, slot, acc, reference, total, factor, pairs,
+            before, at, acc, reference, total, factor, pairs = attend_blocks(
+                clear_last, clear_first, before, at, first, q, slot, acc, reference, total, factor, pairs,
                 rows, p, mem, w, T, False,
             )  # fmt: skip
             if T.left_limit:
-                use, acc, reference, total, factor, pairs = attend_blocks(
-                    clear_first, first, use, first, q, slot, acc, reference, total, factor, pairs,
+                before, at, acc, reference, total, factor, pairs = attend_blocks(
+                    clear_first, first, before, at, first, q, slot, acc, reference, total, factor, pairs,
                     rows, p, mem, w, T, True,
                 )  # fmt: skip
         else:
-            use, acc, reference, total, factor, pairs = attend_blocks(
-                last - 1, first, use, first, q, slot, acc, reference, total, factor, pairs, rows, p, mem, w, T, False
-            )
+            before, at, acc, reference, total, factor, pairs = attend_blocks(
+                last - 1, first, before, at, first, q, slot, acc, reference, total, factor, pairs,
+                rows, p, mem, w, T, False,
+            )  # fmt: skip
         mbarrier.arrive(mem.q_free.index(slot), count=1)
         turn += 1
         next_row0, next_b, next_h, first, last, clear_first, clear_last = announced(turn, mem)
         if T.q_buffers == 1:
             # Q is loaded while the last product is computed and O is written.
-            acc = last_values(use, acc, factor, pairs, p, mem, T)
+            acc = last_values(before, acc, factor, pairs, p, mem, T)
             finish(acc, reference, total, row0, b, h, p, mem, w, T)
             if next_row0 >= 0:
-                next_row0, rows, last, clear_last, use = own_rows(
-                    next_row0, next_b, next_h, first, last, clear_last, use, p, mem, w, T
+                next_row0, rows, last, clear_last, at = own_rows(
+                    next_row0, next_b, next_h, first, last, clear_last, at, p, mem, w, T
                 )
-                q, reference, total, pairs = first_block(w, turn, use, last - 1, rows, p, mem, w, T)
+                q, reference, total, pairs = first_block(w, turn, at, last - 1, rows, p, mem, w, T)
                 factor = zeros_of_rows(T) + 1.0
                 acc = zeros(T.v_dim, OUT)
-                use += 1
+                before = at
+                at = next_use(at, T)
         elif next_row0 >= 0:
-            use_before = use - 1
-            before = use_before % T.stages
-            next_row0, rows, last, clear_last, use = own_rows(
-                next_row0, next_b, next_h, first, last, clear_last, use, p, mem, w, T
+            next_row0, rows, last, clear_last, at = own_rows(
+                next_row0, next_b, next_h, first, last, clear_last, at, p, mem, w, T
             )
-            stage = use % T.stages
+            stage, phase = at
             slot = (turn % T.q_buffers) * T.warpgroups + w
             mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
-            mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+            mbarrier.wait(mem.k_full.index(stage), phase)
             q = kept_q(mem, slot, T)
             take_turn(w, T)
             s = start_scores(q, slot, stage, mem, T)
@@ -137,23 +141,24 @@ def consumer_overlapped(p, mem, w: gl.constexpr, T: gl.constexpr):
                 acc = rescaled(acc, factor, T)
                 factor = zeros_of_rows(T) + 1.0
             if not T.looks_ahead:
-                mbarrier.wait(mem.v_full.index(before), (use_before // T.stages) & 1)
+                mbarrier.wait(mem.v_full.index(before[0]), before[1])
             operand = as_operand(pairs, p, T)
-            acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
+            acc = warpgroup_mma(operand, v_block(mem, before[0], T), acc, is_async=True)
             pass_turn(w, T)
             s = warpgroup_mma_wait(1, (s,))
             barriers.arrive(FREE + stage, THREADS)
             probabilities, next_reference, next_total = first_probabilities(s, last - 1, rows, p, T)
             acc, operand = warpgroup_mma_wait(0, (acc, operand))
-            barriers.arrive(FREE + T.stages + before, THREADS)
+            barriers.arrive(FREE + T.stages + before[0], THREADS)
             pairs = rounded(probabilities, p, T)
             finish(acc, reference, total, row0, b, h, p, mem, w, T)
             acc = zeros(T.v_dim, OUT)
             reference = next_reference
             total = next_total
-            use += 1
+            before = at
+            at = next_use(at, T)
         else:
-            acc = last_values(use, acc, factor, pairs, p, mem, T)
+            acc = last_values(before, acc, factor, pairs, p, mem, T)
             finish(acc, reference, total, row0, b, h, p, mem, w, T)
         row0 = next_row0
         b = next_b
@@ -167,16 +172,16 @@ def consumer_overlapped(p, mem, w: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def attend_blocks_in_turn(
-    end, begin, use, q, slot, acc, reference, total, rows, p, mem,
+    end, begin, at, q, slot, acc, reference, total, rows, p, mem,
     w: gl.constexpr, T: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """`attend_in_turn` to the blocks `[begin, end)`, the last one first."""
     for back in range(end - begin):
         acc, reference, total = attend_in_turn(
-            use, end - 1 - back, q, slot, acc, reference, total, rows, p, mem, w, T, MASKED
+            at, end - 1 - back, q, slot, acc, reference, total, rows, p, mem, w, T, MASKED
         )
-        use += 1
-    return use, acc, reference, total
+        at = next_use(at, T)
+    return at, acc, reference, total
 
 
 @gluon.jit
@@ -186,25 +191,25 @@ def consumer_in_turn(p, mem, w: gl.constexpr, T: gl.constexpr):
     gl.static_assert(T.q_buffers == 2)
     SUMS: gl.constexpr = row_sums(zeros(T.block_n, scores_layout(T))).type.layout
     turn = gl.to_tensor(0)
-    use = gl.to_tensor(0)
+    at = gl.to_tensor(0), gl.to_tensor(0)
     row0, b, h, first, last, clear_first, clear_last = announced(turn, mem)
     while row0 >= 0:
-        row0, rows, last, clear_last, use = own_rows(row0, b, h, first, last, clear_last, use, p, mem, w, T)
+        row0, rows, last, clear_last, at = own_rows(row0, b, h, first, last, clear_last, at, p, mem, w, T)
         slot = (turn & 1) * T.warpgroups + w
         mbarrier.wait(mem.q_full.index(slot), (turn >> 1) & 1)
         q = kept_q(mem, slot, T)
         acc = zeros(T.v_dim, out_layout(T))
         reference = zeros_of_rows(T) + float("-inf")
         total = gl.zeros((64, 4), gl.float32, SUMS)
-        use, acc, reference, total = attend_blocks_in_turn(
-            last, clear_last, use, q, slot, acc, reference, total, rows, p, mem, w, T, True
+        at, acc, reference, total = attend_blocks_in_turn(
+            last, clear_last, at, q, slot, acc, reference, total, rows, p, mem, w, T, True
         )
-        use, acc, reference, total = attend_blocks_in_turn(
-            clear_last, clear_first, use, q, slot, acc, reference, total, rows, p, mem, w, T, False
+        at, acc, reference, total = attend_blocks_in_turn(
+            clear_last, clear_first, at, q, slot, acc, reference, total, rows, p, mem, w, T, False
         )
         if T.left_limit:
-            use, acc, reference, total = attend_blocks_in_turn(
-                clear_first, first, use, q, slot, acc, reference, total, rows, p, mem, w, T, True
+            at, acc, reference, total = attend_blocks_in_turn(
+                clear_first, first, at, q, slot, acc, reference, total, rows, p, mem, w, T, True
             )
         mbarrier.arrive(mem.q_free.index(slot), count=1)
         finish(acc, reference, total, row0, b, h, p, mem, w, T)

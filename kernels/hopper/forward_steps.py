@@ -17,6 +17,16 @@ from .scores import blocks_up_to_limit, clamp
 
 
 @gluon.jit
+def next_use(at, T: gl.constexpr):
+    """The use of the ring of K and V behind `at`: (stage, phase of its barriers). Carried from block to block: found
+    from a number, by a division by three stages, both would stand between a warpgroup's turn and its products."""
+    stage, phase = at
+    after = stage + 1
+    wraps = after == T.stages
+    return gl.where(wraps, 0, after), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
 def take_turn(w: gl.constexpr, T: gl.constexpr):
     if T.pingpong:
         barriers.sync(FREE + 2 * T.stages + w, 256)
@@ -79,17 +89,17 @@ def v_block(mem, stage, T: gl.constexpr):
 
 
 @gluon.jit
-def await_blocks(use, more, mem, T: gl.constexpr):
-    """Wait for V of a block, and for K of the next one if there are `more`."""
-    after = use + 1
+def await_blocks(at, after, more, mem, T: gl.constexpr):
+    """Wait for V of the block at `at`, and for K of the one at `after` if there are `more`."""
     if more:
-        mbarrier.wait(mem.k_full.index(after % T.stages), (after // T.stages) & 1)
-    mbarrier.wait(mem.v_full.index(use % T.stages), (use // T.stages) & 1)
+        mbarrier.wait(mem.k_full.index(after[0]), after[1])
+    mbarrier.wait(mem.v_full.index(at[0]), at[1])
 
 
 @gluon.jit
 def attend(
-    use,
+    before,
+    at,
     block,
     first,
     q,
@@ -108,47 +118,45 @@ def attend(
 ):
     """One block of keys: its scores, and the product of the block before with V.
 
-    `first`: the tile's last block to come. `factor`: with `T.rescale_late`, the factor that O still lacks before that
-    product.
+    `before`, `at`: the uses of the two blocks (`next_use`). `first`: the tile's last block to come. `factor`: with
+    `T.rescale_late`, the factor that O still lacks before that product.
     """
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
-    stage = use % T.stages
-    before = (use - 1) % T.stages
     if not T.looks_ahead:
-        mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+        mbarrier.wait(mem.k_full.index(at[0]), at[1])
     take_turn(w, T)
-    s = start_scores(q, slot, stage, mem, T)
+    s = start_scores(q, slot, at[0], mem, T)
     if T.rescale_late:
         acc = rescaled(acc, factor, T)
     if not T.looks_ahead:
-        mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
+        mbarrier.wait(mem.v_full.index(before[0]), before[1])
     operand = as_operand(pairs, p, T)
-    acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
+    acc = warpgroup_mma(operand, v_block(mem, before[0], T), acc, is_async=True)
     pass_turn(w, T)
+    after = next_use(at, T)
     if T.looks_ahead:
-        await_blocks(use, block > first, mem, T)
+        await_blocks(at, after, block > first, mem, T)
     s = warpgroup_mma_wait(1, (s,))
-    barriers.arrive(FREE + stage, THREADS)
+    barriers.arrive(FREE + at[0], THREADS)
     s = scores(s, block, rows, p, T, MASKED)
     probabilities, reference, total, factor = soften(s, reference, total, p, T, MASKED)
     # The operand is a dependence of the wait: its registers must not be reused while the product reads them
     # (docs/hopper.md, hazards).
     acc, operand = warpgroup_mma_wait(0, (acc, operand))
-    barriers.arrive(FREE + T.stages + before, THREADS)
+    barriers.arrive(FREE + T.stages + before[0], THREADS)
     pairs = rounded(probabilities, p, T)
     if not T.rescale_late:
         acc = rescaled(acc, factor, T)
-    return acc, reference, total, factor, pairs
+    return after, acc, reference, total, factor, pairs
 
 
 @gluon.jit
 def attend_in_turn(
-    use, block, q, slot, acc, reference, total, rows, p, mem, w: gl.constexpr, T: gl.constexpr, MASKED: gl.constexpr
+    at, block, q, slot, acc, reference, total, rows, p, mem, w: gl.constexpr, T: gl.constexpr, MASKED: gl.constexpr
 ):
     """One block of keys, one product after the other."""
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
-    stage = use % T.stages
-    phase = (use // T.stages) & 1
+    stage, phase = at
     mbarrier.wait(mem.k_full.index(stage), phase)
     s = start_scores(q, slot, stage, mem, T)
     s = warpgroup_mma_wait(0, (s,))
@@ -165,28 +173,28 @@ def attend_in_turn(
 
 
 @gluon.jit
-def last_values(use, acc, factor, pairs, p, mem, T: gl.constexpr):
+def last_values(before, acc, factor, pairs, p, mem, T: gl.constexpr):
     """The product of a tile's last block with V."""
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
-    before = (use - 1) % T.stages
+    stage, phase = before
     if not T.looks_ahead:
-        mbarrier.wait(mem.v_full.index(before), ((use - 1) // T.stages) & 1)
+        mbarrier.wait(mem.v_full.index(stage), phase)
     if T.rescale_late:
         acc = rescaled(acc, factor, T)
     operand = as_operand(pairs, p, T)
-    acc = warpgroup_mma(operand, v_block(mem, before, T), acc, is_async=True)
+    acc = warpgroup_mma(operand, v_block(mem, stage, T), acc, is_async=True)
     acc, operand = warpgroup_mma_wait(0, (acc, operand))
-    barriers.arrive(FREE + T.stages + before, THREADS)
+    barriers.arrive(FREE + T.stages + stage, THREADS)
     return acc
 
 
 @gluon.jit
-def first_block(slot, turn, use, block, rows, p, mem, w: gl.constexpr, T: gl.constexpr):
+def first_block(slot, turn, at, block, rows, p, mem, w: gl.constexpr, T: gl.constexpr):
     """A tile's first block of keys, once its K and the tile's Q have come: its scores and probabilities."""
     THREADS: gl.constexpr = T.warpgroups * 128 + 32
-    stage = use % T.stages
+    stage, phase = at
     mbarrier.wait(mem.q_full.index(slot), (turn // T.q_buffers) & 1)
-    mbarrier.wait(mem.k_full.index(stage), (use // T.stages) & 1)
+    mbarrier.wait(mem.k_full.index(stage), phase)
     q = kept_q(mem, slot, T)
     take_turn(w, T)
     s = start_scores(q, slot, stage, mem, T)
@@ -253,9 +261,9 @@ def finish(acc, reference, total, row0, b, h, p, mem, w: gl.constexpr, T: gl.con
 
 
 @gluon.jit
-def seen_blocks(row0, first, last, clear_last, use, p, mem, w: gl.constexpr, T: gl.constexpr):
-    """Of a tile's blocks of keys, those that the 64 rows at `row0` see: (last, clear_last, use) of `place` and of the
-    pipeline. A block of later keys that only the tile's other warpgroups see is given back as soon as it is there."""
+def seen_blocks(row0, first, last, clear_last, at, p, mem, w: gl.constexpr, T: gl.constexpr):
+    """Of a tile's blocks of keys, those that the 64 rows at `row0` see: (last, clear_last) of `place`, and the use of
+    the first. A block of later keys that only the tile's other warpgroups see is given back as soon as it is there."""
     if T.skip_hidden:
         THREADS: gl.constexpr = T.warpgroups * 128 + 32
         # No more than one block: V of a second would wait for the stage of the former tile's last V, not yet used.
@@ -266,8 +274,7 @@ def seen_blocks(row0, first, last, clear_last, use, p, mem, w: gl.constexpr, T: 
         seen = clamp(seen, first + 1, last)
         clear_last = clamp(clear_last, first, seen)
         for _ in range(last - seen):
-            stage = use % T.stages
-            phase = (use // T.stages) & 1
+            stage, phase = at
             # Both are awaited: a warpgroup that gave back a stage before it was loaded would count twice in the
             # barrier that the former use of the stage still waits on.
             mbarrier.wait(mem.k_full.index(stage), phase)
@@ -276,6 +283,6 @@ def seen_blocks(row0, first, last, clear_last, use, p, mem, w: gl.constexpr, T: 
             barriers.arrive(FREE + stage, THREADS)
             mbarrier.wait(mem.v_full.index(stage), phase)
             barriers.arrive(FREE + T.stages + stage, THREADS)
-            use += 1
+            at = next_use(at, T)
         last = seen
-    return last, clear_last, use
+    return last, clear_last, at
