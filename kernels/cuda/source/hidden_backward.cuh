@@ -76,6 +76,12 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
     if (HAS_WEIGHT) weight[u] = load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists);
     dweight[u] = dbias[u] = Tile{};
   }
+  const auto weight_of = [&](int u) {
+    if (WALKS_STAGED || UNROLL <= 2) return unpack_weight(weight[u], lane);
+    // Without a ring there are no registers for the weights of so many slots.
+    const Head head = team.head(u, lane);
+    return unpack_weight(load_parameter(head.weight(args.parameters), head.of_stream, lane, head.exists), lane);
+  };
 
   for (bool first = true; here.flat < args.tokens; here.advance(), first = false) {
     const Token token = here.token();
@@ -127,7 +133,7 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
       x = input(u);
       g = gradient(u);
       Tile scaled = g;
-      if (HAS_WEIGHT) multiply(scaled, unpack_weight(weight[u], lane));
+      if (HAS_WEIGHT) multiply(scaled, weight_of(u));
       sums[0] += sum_of(x, x);
       sums[1] += sum_of(scaled, x);
       if constexpr (NORM == LAYER) sums[2] += sum_of(scaled);
@@ -158,7 +164,7 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
       if (NEEDS_BIAS) add_scaled(dbias[u], g, 1);
       scale(g, r);
       if (NEEDS_WEIGHT) accumulate_products(dweight[u], g, x);
-      if (HAS_WEIGHT) multiply(g, unpack_weight(weight[u], lane));
+      if (HAS_WEIGHT) multiply(g, weight_of(u));
       add_scaled(g, x, -projection);
       if (NORM == LAYER) subtract(g, mean_u, lane);
       if (ROTATES && !NORM_FIRST) Rotation(tables, lane).apply_transposed(g, lane);

@@ -110,7 +110,7 @@ __device__ __forceinline__ RowNorm row_norm(const TableGradientArguments& args, 
   return row;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, HIDDEN ? 4 : 0)
 norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
   const unsigned flat = blockIdx.x * WARPS + threadIdx.x / 32;
   if (flat >= args.tokens) return;
@@ -130,7 +130,8 @@ norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
     const char* const gradient = head.at(args.q_grad, args.k_grad, token);
     Tile n = unpack(READ, load_head<IN_BYTES, In>(READ, x, lane, active), lane);
     Tile g = unpack(WRITE, load_head<GRAD_BYTES, Grad>(WRITE, gradient, lane, active), lane);
-    const RowNorm row = head.is_q ? q_row : k_row;
+    const RowNorm row{head.is_q ? q_row.mean : k_row.mean, head.is_q ? q_row.r : k_row.r,
+                      head.is_q ? q_row.projection : k_row.projection, head.is_q ? q_row.mean_u : k_row.mean_u};
     if (NORMALISES && NORM_FIRST) {
       if (HIDDEN) {
         if (NORM == LAYER) subtract(n, row.mean, lane);
