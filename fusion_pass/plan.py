@@ -391,6 +391,9 @@ def _result(site: Site, output: Output, value: Any) -> Result:
         steps, values = (*steps, *extra), (*values, *_through(extra, got)[1:])
     if steps and returned_detached(output.node):
         steps, values = (*steps, Step("clone")), (*values, values[-1].clone())
+    if not original.requires_grad and any(fake(o.node).requires_grad for o in site.outputs):
+        # All results of a call have a gradient if one has: a q whose weights are frozen, of a call that rotates k too.
+        steps, values = (*steps, Step("detach")), (*values, values[-1].detach())
     for given in values:  # any of them may become the operand of another site
         given.requires_grad_(original.requires_grad)
     return Result(output.node, output.index, steps, values)

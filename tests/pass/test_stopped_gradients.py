@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from compiling import as_it_is, capture
+from compiling import as_it_is, capture, eager
 from test_models import assert_no_worse
 from torch import Tensor
 
@@ -347,3 +347,22 @@ GRADIENTS = {"towards_x": [], "create_graph": [], "neither": ["rope"]}
 @torch._dynamo.config.patch(trace_autograd_ops=True)
 def test_gradients_taken_in_the_graph(what: str) -> None:
     assert fused(differentiated(**{what: True})) == GRADIENTS[what]
+
+
+@pytest.mark.parametrize("inner", [as_it_is, eager])
+def test_result_that_has_no_gradient_beside_one_that_has(inner: Callable[..., Callable[..., Tensor]]) -> None:
+    """One call rotates a q without a gradient and a k with one; q has none behind it either."""
+
+    def model(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Inputs:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, F.scaled_dot_product_attention(q, k, k)
+
+    torch.manual_seed(0)
+    q, k = torch.randn(2, B, H, S, D)
+    angle = torch.randn(S, HALF).repeat(1, 2)
+    settings = fusion_pass.FusionConfig(allow_reference=True, expect={"qk_norm_rope": 1, "attention": 1})
+    compiled = torch.compile(model, backend=fusion_pass.FusionBackend(settings, inner=inner))
+    results = compiled(q, k.requires_grad_(), angle.cos(), angle.sin())
+    assert [x.requires_grad for x in results] == [False, True, True]
+    for ours, expected in zip(results, model(q, k, angle.cos(), angle.sin()), strict=True):
+        torch.testing.assert_close(ours, expected)
