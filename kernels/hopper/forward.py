@@ -79,18 +79,20 @@ def load_partition(p, mem, T: gl.constexpr):
         # The next tile is drawn before the last block is loaded. Earlier it would be kept from others who may have
         # nothing to do for as long as this one lasts; later its number would be waited for.
         begun = turn
-        if T.dynamic:  # noqa: SIM102 (decided at compile time; the next one is not)
+        if T.draws_early:
+            tile = gl.atomic_add(p.counter, 1) + gl.num_programs(0)
+        if T.draws_late:  # noqa: SIM102 (decided at compile time; the next one is not)
             if last - first == 1:
                 begun = barriers.begin_draw(p.counter)
         for back in range(1, last - first):
-            if T.dynamic:  # noqa: SIM102
+            if T.draws_late:  # noqa: SIM102
                 if back == last - first - 1:
                     begun = barriers.begin_draw(p.counter)
             load_pair(p, mem, use, (b, kv, (last - 1 - back) * T.block_n), T)
             use += 1
-        if T.dynamic:
+        if T.draws_late:
             tile = barriers.end_draw(begun) + gl.num_programs(0)
-        else:
+        if not T.dynamic:
             tile = tile_after(turn, p, T)
     announce(turn, (-1, 0, 0, 0, 0, 0, 0), mem)
 

@@ -167,7 +167,8 @@ def plane(b, h, p):
 @gluon.jit
 def place(tile, p, T: gl.constexpr):
     """Row, batch and head of a tile, and its blocks of keys (`key_blocks`). `head_chunk` heads at a time (their K and V
-    fit L2), last rows first."""
+    fit L2), last rows first. With `from_end` a head's last tile begins at row 0 and has some rows of the tile before:
+    both write the same, bit by bit."""
     batch, heads, group, seq_q, seq_k, head_chunk = p.sizes
     band_low, band_high = p.band
     rows_stride, ranges_stride = p.rows_strides
@@ -177,7 +178,10 @@ def place(tile, p, T: gl.constexpr):
     chunk_heads = gl.minimum(head_chunk, batch * heads - chunk * head_chunk)
     from_last = within // chunk_heads
     head = chunk * head_chunk + (within - from_last * chunk_heads)
-    row0 = (per_head - 1 - from_last) * T.block_m
+    if T.from_end:
+        row0 = gl.maximum(gl.cdiv(seq_q, 64) * 64 - (from_last + 1) * T.block_m, 0)
+    else:
+        row0 = (per_head - 1 - from_last) * T.block_m
     b = head // heads
     h = head - b * heads
     if T.bits:

@@ -63,9 +63,10 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
             **_all("i32", "zeroed_at", "summed_at", "turns_at"),
         }
         return _instance(backward_kernel, arguments, t, overlaps=True)
+    keys = (t.block_n, t.qk_lanes)
     if t.keys_stay:
         arguments = {
-            **maps(q=(t.block_m, t.qk_dim), k=keys, v=values, do=(t.block_m, t.v_dim), dk=keys, dv=values),
+            **maps(q=(t.block_m, t.qk_lanes), k=keys, v=values, do=(t.block_m, t.v_dim), dk=keys, dv=values),
             "lse": row,
             "delta": row,
             **rows,
@@ -74,7 +75,7 @@ def instance(template: AnyTemplate, dtype: str) -> Instance:
         }
         return _instance(wide_keys_kernel, arguments, t)
     arguments = {
-        **maps(q=(64, t.qk_dim), k=keys, v=values, do=(64, t.v_dim), dq=(64, t.qk_dim)),
+        **maps(q=(64, t.qk_lanes), k=keys, v=values, do=(64, t.v_dim), dq=(64, t.qk_lanes)),
         **_all("*fp32", "lse", "delta"),
         **rows,
         **_all("i32", "batch", "heads", "group", "seq_q", "seq_k", "head_chunk", *_BAND),

@@ -26,6 +26,7 @@ from . import barriers
 from .backward_state import arrays_of_block, batch_and_head, batch_and_head_of, hide, new_barriers, scores_layout
 from .gluon_api import aggregate, partition_barrier, reinterpret, tma_load, tma_store, tma_store_wait
 from .scores import query_tiles, tanh
+from .wide_queries import accumulate, no_sums
 
 Q_FREE = gl.constexpr(4)
 """Named barriers: 4, 5 "stage of Q free", 6, 7 "stage of dO free", 8, 9 "P written", 10, 11 "P read"."""
@@ -127,8 +128,9 @@ def load_partition(p, mem, T: gl.constexpr):
     b, kv = batch_and_head(p)
     first, last, clear_first, clear_last = p.tiles
     per_head = padded_tiles(seq_q, T)
-    mbarrier.expect(mem.kv_full.index(0), p.k.block_type.nbytes)
-    tma_load(p.k, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(0), mem.k)
+    mbarrier.expect(mem.kv_full.index(0), p.k.block_type.nbytes * T.qk_slices)
+    for i in gl.static_range(T.qk_slices):
+        tma_load(p.k, [b, kv // p.parts, p.key0, i * T.qk_lanes], mem.kv_full.index(0), mem.k.index(i))
     use = 0
     for member in range(group):
         h = kv * group + member
@@ -137,9 +139,11 @@ def load_partition(p, mem, T: gl.constexpr):
             stage = use % T.stages
             if use >= T.stages:
                 barriers.sync(Q_FREE + stage, _THREADS)
-            mbarrier.expect(mem.q_full.index(stage), p.q.block_type.nbytes + p.lse.block_type.nbytes)
+            mbarrier.expect(mem.q_full.index(stage), p.q.block_type.nbytes * T.qk_slices + p.lse.block_type.nbytes)
             tma_load(p.lse, [row_of_tile + tile, 0], mem.q_full.index(stage), mem.lse.index(stage))
-            tma_load(p.q, [b, h, tile * T.block_m, 0], mem.q_full.index(stage), mem.q.index(stage))
+            for i in gl.static_range(T.qk_slices):
+                part = mem.q.index(stage * T.qk_slices + i)
+                tma_load(p.q, [b, h, tile * T.block_m, i * T.qk_lanes], mem.q_full.index(stage), part)
             if use == 0:
                 mbarrier.expect(mem.kv_full.index(1), p.v.block_type.nbytes)
                 tma_load(p.v, [b, kv // p.parts, p.key0, 0], mem.kv_full.index(1), mem.v)
@@ -165,7 +169,6 @@ def values_partition(p, mem, T: gl.constexpr):
     kv_heads, group, seq_q, seq_k = p.sizes
     scale, cap_scale, grad_scale = p.scales
     first, last, clear_first, clear_last = p.tiles
-    k = mem.k.reshape([T.block_n, T.qk_dim])
     dv = gl.zeros((T.block_n, T.v_dim), gl.float32, gradient_layout(T.v_dim))
     zero = gl.zeros((T.block_n, T.block_m), gl.float32, SCORES)
     mbarrier.wait(mem.kv_full.index(0), 0)
@@ -174,8 +177,11 @@ def values_partition(p, mem, T: gl.constexpr):
         stage = use % T.stages
         phase = (use // T.stages) & 1
         mbarrier.wait(mem.q_full.index(stage), phase)
-        q = mem.q.index(stage).reshape([T.block_m, T.qk_dim])
-        st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        st = zero
+        for i in gl.static_range(T.qk_slices):
+            k = mem.k.index(i).reshape([T.block_n, T.qk_lanes])
+            q = mem.q.index(stage * T.qk_slices + i).reshape([T.block_m, T.qk_lanes])
+            st = warpgroup_mma(k, q.permute((1, 0)), st, use_acc=i > 0, is_async=True)
         lse = mem.lse.index(stage).load(SCORES)
         st = warpgroup_mma_wait(0, (st,))
         if T.softcap:
@@ -212,12 +218,12 @@ def values_partition(p, mem, T: gl.constexpr):
 def keys_partition(p, mem, T: gl.constexpr):
     """Warpgroup 1: dP, dS, dK."""
     SCORES: gl.constexpr = scores_layout(T)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, gradient_layout(T.qk_dim), 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, gradient_layout(T.qk_lanes), 2)
     kv_heads, group, seq_q, seq_k = p.sizes
     scale, cap_scale, grad_scale = p.scales
     first, last, clear_first, clear_last = p.tiles
     v = mem.v.reshape([T.block_n, T.v_dim])
-    dk = gl.zeros((T.block_n, T.qk_dim), gl.float32, gradient_layout(T.qk_dim))
+    dk = no_sums(T)
     zero = gl.zeros((T.block_n, T.block_m), gl.float32, SCORES)
     for either in gl.static_range(T.stages):
         barriers.arrive(P_FREE + either, 256)
@@ -238,15 +244,16 @@ def keys_partition(p, mem, T: gl.constexpr):
         barriers.arrive(DO_FREE + stage, _THREADS)
         operand = gl.convert_layout(ds, OPERAND, assert_trivial=True)
         mbarrier.wait(mem.q_full.index(stage), phase)
-        dk = warpgroup_mma(operand, mem.q.index(stage).reshape([T.block_m, T.qk_dim]), dk, is_async=True)
-        dk, operand = warpgroup_mma_wait(0, (dk, operand))
+        dk = accumulate(dk, operand, mem.q, stage, T)
         barriers.arrive(Q_FREE + stage, _THREADS)
     partition_barrier()
-    mem.dk.reshape([T.block_n, T.qk_dim]).store((dk * grad_scale).to(p.k.dtype))
+    for i in gl.static_range(T.qk_slices):
+        mem.dk.index(i).reshape([T.block_n, T.qk_lanes]).store((dk[i] * grad_scale).to(p.k.dtype))
     fence_async_shared()
     partition_barrier()
     b, kv = batch_and_head(p)
-    tma_store(p.dk, [b, kv, p.key0, 0], mem.dk)
+    for i in gl.static_range(T.qk_slices):
+        tma_store(p.dk, [b, kv, p.key0, i * T.qk_lanes], mem.dk.index(i))
     tma_store_wait(0)
 
 
@@ -260,9 +267,9 @@ def wide_keys_kernel(
     T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid, arguments: those of `backward_kernel`; `lse` and `delta` have `padded_tiles` tiles a head."""
-    K_SHAPE: gl.constexpr = [1, 1, T.block_n, T.qk_dim]
+    K_SHAPE: gl.constexpr = [T.qk_slices, 1, 1, T.block_n, T.qk_lanes]
     V_SHAPE: gl.constexpr = [1, 1, T.block_n, T.v_dim]
-    tile_q = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.qk_dim], q.layout)
+    tile_q = gl.allocate_shared_memory(q.dtype, [T.stages * T.qk_slices, 1, 1, T.block_m, T.qk_lanes], q.layout)
     tile_do = gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_m, T.v_dim], do.layout)
     # Warpgroup 0 alone reads K and leaves dV there, warpgroup 1 alone reads V and leaves dK there.
     tile_k = gl.allocate_shared_memory(q.dtype, K_SHAPE, k.layout)

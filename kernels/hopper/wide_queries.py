@@ -113,8 +113,44 @@ class Shared:
 
 @gluon.constexpr_function
 def gradient_layout(T):
-    """Registers of dQ [64, qk_dim] of one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.template.qk_dim, 16])
+    """Registers of a slice [64, qk_lanes] of dQ or dK of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.template.qk_lanes, 16])
+
+
+@gluon.jit
+def no_sums(T: gl.constexpr):
+    """dQ or dK of 64 rows before the first product: a tuple of slices of their lanes."""
+    sums = ()
+    for _ in gl.static_range(T.qk_slices):
+        sums = sums + (gl.zeros((64, T.qk_lanes), gl.float32, gradient_layout(T)),)  # noqa: RUF005 (not in a kernel)
+    return sums
+
+
+@gluon.jit
+def accumulate(sums, operand, buffer, at, T: gl.constexpr):
+    """Add the product of `operand`, 64 x 64, and the tile `at` of `buffer`, K or Q of 64 rows, to `no_sums`."""
+    issued = ()
+    for i in gl.static_range(T.qk_slices):
+        part = buffer.index(at * T.qk_slices + i).reshape([64, T.qk_lanes])
+        issued = issued + (warpgroup_mma(operand, part, sums[i], is_async=True),)  # noqa: RUF005
+    # The operand is a dependence of the wait: its registers must not be reused while the product reads them
+    # (docs/hopper.md, hazards).
+    if T.qk_slices == 1:
+        low, operand = warpgroup_mma_wait(0, (issued[0], operand))
+        return (low,)
+    else:
+        gl.static_assert(T.qk_slices == 3)
+        low, middle, high, operand = warpgroup_mma_wait(0, (issued[0], issued[1], issued[2], operand))
+        return low, middle, high
+
+
+@gluon.jit
+def load_slices(desc, coord, full, buffer, at, T: gl.constexpr):
+    """Fetch rows of q or k, slice by slice of their lanes, into the tile `at` of `buffer`."""
+    b, head, row = coord
+    mbarrier.expect(full, desc.block_type.nbytes * T.qk_slices)
+    for i in gl.static_range(T.qk_slices):
+        tma_load(desc, [b, head, row, i * T.qk_lanes], full, buffer.index(at * T.qk_slices + i))
 
 
 @gluon.jit
@@ -123,15 +159,13 @@ def load_partition(p, mem, T: gl.constexpr):
     row0, b, h, first, last, clear_first, clear_last = place(gl.program_id(0), p, T)
     kv = h // group
     for w in gl.static_range(2):
-        mbarrier.expect(mem.q_full.index(w), p.q.block_type.nbytes)
-        tma_load(p.q, [b, h, row0 + w * 64, 0], mem.q_full.index(w), mem.q.index(w))
+        load_slices(p.q, (b, h, row0 + w * 64), mem.q_full.index(w), mem.q, w, T)
     for i in range(last - first):
         key0 = (last - 1 - i) * T.block_n
         stage = i % T.stages
         if i >= T.stages:
             barriers.sync(K_FREE + stage, _THREADS)
-        mbarrier.expect(mem.k_full.index(stage), p.k.block_type.nbytes)
-        tma_load(p.k, [b, kv, key0, 0], mem.k_full.index(stage), mem.k.index(stage))
+        load_slices(p.k, (b, kv, key0), mem.k_full.index(stage), mem.k, stage, T)
         if i == 0:
             for w in gl.static_range(2):
                 mbarrier.expect(mem.do_full.index(w), p.do.block_type.nbytes)
@@ -148,13 +182,15 @@ def step(i, block, masked, rows, lse, delta, dq, p, mem, w: gl.constexpr, T: gl.
     LAYOUT: gl.constexpr = scores_layout(T)
     stage = i % T.stages
     own = hidden(w)
-    q = mem.q.index(own).reshape([64, T.qk_dim])
     do = mem.do.index(own).reshape([64, T.v_dim])
-    k = mem.k.index(stage).reshape([T.block_n, T.qk_dim])
     v = mem.v.reshape([T.block_n, T.v_dim])
     zero = gl.zeros((64, T.block_n), gl.float32, LAYOUT)
     mbarrier.wait(mem.k_full.index(stage), (i // T.stages) & 1)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = zero
+    for lanes in gl.static_range(T.qk_slices):
+        q = mem.q.index(own * T.qk_slices + lanes).reshape([64, T.qk_lanes])
+        k = mem.k.index(stage * T.qk_slices + lanes).reshape([T.block_n, T.qk_lanes])
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=lanes > 0, is_async=True)
     mbarrier.wait(mem.v_full.index(0), i & 1)
     dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, (s,))
@@ -171,10 +207,7 @@ def step(i, block, masked, rows, lse, delta, dq, p, mem, w: gl.constexpr, T: gl.
     barriers.arrive(V_FREE, _THREADS)
     ds = (probabilities * (dp - delta[:, None])).to(p.k.dtype)
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, gradient_layout(T), 2), assert_trivial=True)
-    dq = warpgroup_mma(operand, k, dq, is_async=True)
-    # The operand is a dependence of the wait: its registers must not be reused while the product reads them
-    # (docs/hopper.md, hazards).
-    dq, operand = warpgroup_mma_wait(0, (dq, operand))
+    dq = accumulate(dq, operand, mem.k, stage, T)
     barriers.arrive(K_FREE + stage, _THREADS)
     return dq
 
@@ -193,20 +226,22 @@ def consumer_partition(p, mem, w: gl.constexpr, T: gl.constexpr):
     )
     lse = gl.load(p.lse + line)
     delta = gl.load(p.delta + line)
-    dq = gl.zeros((64, T.qk_dim), gl.float32, gradient_layout(T))
+    dq = no_sums(T)
     mbarrier.wait(mem.q_full.index(w), 0)
     mbarrier.wait(mem.do_full.index(w), 0)
     for i in range(last - first):
         block = last - 1 - i
         masked = (block < clear_first) | (block >= clear_last)
         dq = step(i, block, masked, rows, lse, delta, dq, p, mem, w, T)
-    buffer = mem.q.index(w)
     partition_barrier()
-    buffer.reshape([64, T.qk_dim]).store((dq * p.grad_scale).to(p.k.dtype))
+    for lanes in gl.static_range(T.qk_slices):
+        buffer = mem.q.index(w * T.qk_slices + lanes)
+        buffer.reshape([64, T.qk_lanes]).store((dq[lanes] * p.grad_scale).to(p.k.dtype))
     fence_async_shared()
     partition_barrier()
     if row0 < seq_q:
-        tma_store(p.dq, [b, h, row0, 0], buffer)
+        for lanes in gl.static_range(T.qk_slices):
+            tma_store(p.dq, [b, h, row0, lanes * T.qk_lanes], mem.q.index(w * T.qk_slices + lanes))
     tma_store_wait(0)
 
 
@@ -225,9 +260,9 @@ def wide_queries_kernel(
     tiles], base 2, +inf in `lse` for rows that take no part (prepare.py). The rest as in `forward_kernel`.
     """
     mem = Shared(
-        gl.allocate_shared_memory(q.dtype, [2, 1, 1, 64, T.qk_dim], q.layout),
+        gl.allocate_shared_memory(q.dtype, [2 * T.qk_slices, 1, 1, 64, T.qk_lanes], q.layout),
         gl.allocate_shared_memory(q.dtype, [2, 1, 1, 64, T.v_dim], do.layout),
-        gl.allocate_shared_memory(q.dtype, [T.stages, 1, 1, T.block_n, T.qk_dim], k.layout),
+        gl.allocate_shared_memory(q.dtype, [T.stages * T.qk_slices, 1, 1, T.block_n, T.qk_lanes], k.layout),
         gl.allocate_shared_memory(q.dtype, [1, 1, T.block_n, T.v_dim], v.layout),
         new_barriers(2), new_barriers(2), new_barriers(T.stages), new_barriers(1),
     )  # fmt: skip
