@@ -130,12 +130,14 @@ def _planes(request: Request) -> int:
 
 
 def _faster_by_cudnn(request: Request) -> str | None:
-    """The calls that were slower here than with cuDNN, with the ratio of the speeds (H100, docs/hopper.md)."""
+    """The calls that were slower here than with cuDNN, with the ratio of the speeds (docs/hopper.md)."""
     keys = request.shapes["k"][1]
     head_dim = max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0)
     dims = request.shapes["q"][-1], request.shapes["v"][-1]
     if request.op == "attention_backward":
-        return "backwards of head_dim 192 and 128" if dims == (192, 128) else None  # 0.91 and 0.92
+        if dims != (192, 128) or request.options.get("causal", "none") == "none" or (keys or 4096) <= 2048:
+            return None
+        return "causal backwards of head_dim 192 and 128 with more than 2048 keys"  # H200, 4k and 16k: 0.98, 0.91
     if keys is None:
         return None
     if head_dim > 128 and keys < 8192 and dims not in ((192, 128), (256, 256)):

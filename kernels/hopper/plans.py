@@ -56,6 +56,11 @@ _BLOCKS_AHEAD = 32
 """At least so many blocks of keys are drawn before, and zero, what a block of keys adds to."""
 _MANY = 8
 """Blocks of keys a multiprocessor, from which on their order makes less of a difference than the L2 cache."""
+_FEW = 2
+"""With `deterministic` the same up to so many: then turns decide, which the model does not know. H200, causal, to the
+form before: 1 x 4k tokens, 32/8 heads, 1.12 times as fast, but 2 x 4k 1.01 (the model says 1.13)."""
+_FEW_SHORT = 4
+"""Where a block visits one query head: 1 x 4k, 16 heads, 1.12."""
 _TILES_OF_A_BLOCK = 3
 """What a block of keys costs beside its tiles of queries: 5 microseconds at head_dim 128, where a tile is 1.75."""
 _QUERIES_OF_A_TILE = 64
@@ -267,7 +272,8 @@ def order_of(call: Call) -> tuple[int, int]:
     Blocks of keys that are few and long leave multiprocessors idle in the end. What an order costs is found by drawing
     them as thread blocks do (`_time_of`): of 2 x 4k tokens with 32/8 heads, two heads together take 1.22 times as long
     as four, and were measured to take 1.18. Many blocks fill the end in any order: then the fewest parts that are
-    enough are taken, and as many heads as the L2 cache likes. So they are where the model does not know the lengths.
+    enough are taken, and as many heads as the L2 cache likes. So they are where the model does not know the lengths,
+    or the time: with `deterministic` blocks wait for each other.
     """
     batch, _, heads, _, seq_k, kv_heads = call.sizes
     group, keys = heads // kv_heads, _keys_of_a_block(call)
@@ -282,9 +288,19 @@ def order_of(call: Call) -> tuple[int, int]:
     if blocks * parts < enough * processors:
         parts = next((n for n in divisors if blocks * n >= wanted * processors), group)
     usual = parts, _chunk(batch * kv_heads * parts, together)
-    if call.left is not None or call.data is not None or call.deterministic or blocks * parts > _MANY * processors:
+    if call.data is not None or blocks * parts > _MANY * processors:
         return usual
-    divisors = [n for n in divisors if blocks * n <= _MANY * processors] if keys == 128 else [parts]
+    if keys < 128:
+        divisors = [parts]
+    elif not call.deterministic:
+        divisors = [n for n in divisors if blocks * n <= _MANY * processors]
+    elif call.right is not None and call.left is None:
+        divisors = [n for n in range(1, group + 1) if group % n == 0]
+        divisors = [n for n in divisors if blocks * n <= (_FEW if n < group else _FEW_SHORT) * processors]
+    else:
+        divisors = []
+    if not divisors:
+        return usual
     times = {order: _time_of(call, order) for order in _orders(call, divisors, together)}
     best = next(order for order in times if times[order] <= 1.02 * min(times.values()))
     # What promised 1.05 brought 0.98 to 1.01; but a sum of parts that is saved is not in the model.
@@ -310,19 +326,25 @@ def _time_of(call: Call, order: tuple[int, int]) -> float:
     """When the last multiprocessor is done with blocks of keys that are drawn in this order, in tiles of queries."""
     batch, seq_q, heads, _, seq_k, kv_heads = call.sizes
     parts, together = order
-    keys = _keys_of_a_block(call)
-    tiles = -(-seq_q // _QUERIES_OF_A_TILE)
     group = heads // kv_heads // parts
-    hidden = [0] * -(-seq_k // keys)
-    if call.right is not None:
-        first_rows = (block * keys - call.offset - call.right for block in range(len(hidden)))
-        hidden = [min(max(row // _QUERIES_OF_A_TILE, 0), tiles) for row in first_rows]
-    chunk = [group * (tiles - n) + _TILES_OF_A_BLOCK for n in hidden for _ in range(together)]
+    chunk = [group * tiles + _TILES_OF_A_BLOCK for tiles in _tiles_of_blocks(call) for _ in range(together)]
     free_at = [0.0] * _multiprocessors(call.device)
     for _ in range(batch * kv_heads * parts // together):
         for length in chunk:
             heapq.heapreplace(free_at, free_at[0] + length)
     return max(free_at)
+
+
+def _tiles_of_blocks(call: Call) -> Iterator[int]:
+    """How many tiles of queries see each block of keys, where causality and windows are all that hides any
+    (`scores.query_tiles`)."""
+    seq_q, seq_k, keys = call.q[0][1], call.k[0][1], _keys_of_a_block(call)
+    low, high, *_ = call.band(0)
+    tiles = -(-seq_q // _QUERIES_OF_A_TILE)
+    for key0 in range(0, seq_k, keys):
+        first = min(max(key0 - high, 0) // _QUERIES_OF_A_TILE, tiles)
+        last = -(-max(key0 + keys - low, 0) // _QUERIES_OF_A_TILE)
+        yield max(min(last, tiles) - first, 0)
 
 
 def _keys_of_a_block(call: Call) -> int:
@@ -383,7 +405,8 @@ def backward_plan(
         },
         num_warps=4,
     )  # fmt: skip
-    queries, keys = (template.block_m, template.qk_dim), (64, template.qk_dim)
+    lanes = template.qk_dim if isinstance(template, BackwardTemplate) else template.qk_lanes
+    queries, keys = (template.block_m, lanes), (64, lanes)
     values, rows = (
         (64, template.v_dim),
         rows_map(padded_rows // template.block_m * batch * heads, template.block_m),
@@ -394,7 +417,7 @@ def backward_plan(
         tensor_map(*call.v, call.dtype, *values),
         tensor_map(*do, call.dtype, template.block_m, template.v_dim),
     )
-    dk_lanes = template.dk_lanes if isinstance(template, BackwardTemplate) else template.qk_dim
+    dk_lanes = template.dk_lanes if isinstance(template, BackwardTemplate) else template.qk_lanes
     gradients = tensor_map(*dk, call.dtype, 64, dk_lanes), tensor_map(*dv, call.dtype, *values)
     numbers = (
         *(kv_heads * parts, group, parts, seq_q, seq_k),
@@ -445,11 +468,11 @@ def _wide_queries(call: Call, template: WideTemplate, do: Shaped, dq: Shaped) ->
     batch, seq_q, heads, _, seq_k, kv_heads = call.sizes
     tiles = -(-seq_q // template.block_m)
     maps = (
-        tensor_map(*call.q, call.dtype, 64, template.qk_dim),
-        tensor_map(*call.k, call.dtype, template.block_n, template.qk_dim),
+        tensor_map(*call.q, call.dtype, 64, template.qk_lanes),
+        tensor_map(*call.k, call.dtype, template.block_n, template.qk_lanes),
         tensor_map(*call.v, call.dtype, template.block_n, template.v_dim),
         tensor_map(*do, call.dtype, 64, template.v_dim),
-        tensor_map(*dq, call.dtype, 64, template.qk_dim),
+        tensor_map(*dq, call.dtype, 64, template.qk_lanes),
     )
     sizes = batch, heads, heads // kv_heads, seq_q, seq_k, _heads_together(call, _L2_BYTES_FOR_KEYS)
     numbers = *sizes, *call.band(tiles), *call.scales(), call.scale

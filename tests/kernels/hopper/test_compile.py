@@ -33,7 +33,9 @@ REPRESENTATIVE = (
     "backward-128x128-bits",
     "backward-128x128-values",
     "queries-256x256-right",
+    "queries-192x128-right",
     "keys-256x256-right",
+    "keys-192x128-right",
 )
 
 SHARED_MEMORY = 232448
@@ -48,19 +50,22 @@ SPILLS = {
     "forward-64x64-none-softcap": 48,
     "forward-128x128-values*-softcap": 700,
     "forward-128x128-values32*": 500,
-    "forward-128x128-values*": 220,
+    "forward-128x128-values*": 244,
     "forward-192x128-values*-softcap": 640,
     "forward-192x128-values*": 420,
     "forward-256x256-values*": 640,
+    "queries-192x128-segments-softcap": 48,
+    "queries-192x128-*": 0,
     "queries-*-values*-softcap": 720,
     "queries-*-values*": 200,
+    "keys-192x128-*": 0,
     "keys-*-values*": 96,
     "forward-128x128-bits-softcap": 64,
     "forward-192x128-bits-softcap": 160,
     "forward-256x256-bits*": 96,
     "queries-*-bits-softcap": 288,
     "forward-128x128-segments-softcap": 128,
-    "forward-128x128-segments*": 72,
+    "forward-128x128-segments*": 80,
     "forward-192x128-segments*": 96,
     "forward-256x256-segments*": 448,
     "queries-*-segments-softcap": 900,
@@ -146,11 +151,11 @@ def expected_wgmma(name: str) -> int:
         seam = scores + (values if qk_dim <= 128 else 0)
         consumers = 3 if dims == "64x64" and (mask == "none" or name.endswith("-long")) else 2
         return consumers * (scores + loops * (scores + values) + seam + values)
-    qk_dim = {192: 256}.get(qk_dim, qk_dim)
+    slices = 3 if qk_dim == 192 else 1
     if direction == "queries":  # two consumers; S, dP, and dQ over 64 keys
-        return 2 * (qk_dim // 16 + v_dim // 16 + 64 // 16)
+        return 2 * (qk_dim // 16 + v_dim // 16 + slices * (64 // 16))
     if direction == "keys":  # S, dP, and dV, dK over 64 queries
-        return qk_dim // 16 + v_dim // 16 + 2 * (64 // 16)
+        return qk_dim // 16 + v_dim // 16 + (1 + slices) * (64 // 16)
     # Two warpgroups with S, dP (over the features), dV and dK (over 64 queries); one loop whatever the mask. dQ over
     # 128 keys: in a warpgroup of its own, or in both, there of the tile before and once more behind the last.
     consumer = 2 * (qk_dim // 16) + 2 * (64 // 16)

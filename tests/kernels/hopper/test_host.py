@@ -112,9 +112,17 @@ def order_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[in
         ((1, 2048, 32, 8), {}, (1, 4)),
         ((1, 256, 6, 2), {}, (3, 3)),
         ((2, 8192, 64, 8), {}, (1, 4)),
+        # A window leaves blocks of equal length but the last.
+        ((1, 2048, 32, 8), {"causal": "top_left", "window_left": 511}, (1, 1)),
+        ((1, 8192, 32, 8), {"causal": "top_left", "window_left": 4095}, (1, 4)),
+        ((2, 8192, 32, 8), {"causal": "top_left", "window_left": 1023}, (1, 2)),
         # Where the model does not know the lengths: three and a half blocks a multiprocessor.
-        ((1, 4096, 32, 8), {"causal": "top_left", "window_left": 100}, (2, 2)),
-        ((1, 4096, 32, 8), {"causal": "top_left", "deterministic": True}, (4, 2)),
+        ((2, 4096, 32, 8), {"causal": "top_left", "deterministic": True}, (4, 2)),
+        ((1, 4096, 16, 16), {"deterministic": True}, (1, 4)),
+        ((1, 4096, 32, 8), {"causal": "top_left", "window_left": 1023, "deterministic": True}, (2, 2)),
+        # It does if they are few.
+        ((1, 4096, 32, 8), {"causal": "top_left", "deterministic": True}, (1, 4)),
+        ((1, 4096, 16, 16), {"causal": "top_left", "deterministic": True}, (1, 4)),
     ],
 )
 def test_order_of_blocks(
@@ -125,6 +133,29 @@ def test_order_of_blocks(
 ) -> None:
     """Over how many parts a group is spread, and how many heads run together."""
     assert order_of(*sizes, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "options"),
+    [
+        (1024, 1024, {}),
+        (1024, 1024, {"causal": "top_left"}),
+        (1000, 640, {"causal": "bottom_right"}),
+        (640, 1024, {"causal": "bottom_right", "window_left": 200}),
+        (1024, 1024, {"window_left": 100, "window_right": 30}),
+        (1024, 256, {"causal": "top_left", "window_left": 63}),
+    ],
+)
+def test_tiles_of_blocks(queries: int, keys: int, options: dict[str, object]) -> None:
+    from fusion_pass.kernels.hopper import plans
+
+    q, k = (torch.empty(1, n, 2, 128, device="meta", dtype=torch.bfloat16) for n in (queries, keys))
+    call = plans.Call.of(problem_of(q, k, k, **options))  # type: ignore[arg-type]
+    low, high, *_ = call.band(0)
+    distance = torch.arange(keys) - torch.arange(queries)[:, None]
+    seen = (distance >= low) & (distance <= high)
+    expected = [sum(bool(tile.any()) for tile in block.split(64)) for block in seen.split(128, 1)]
+    assert list(plans._tiles_of_blocks(call)) == expected
 
 
 def test_time_of_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,12 +302,19 @@ def test_what_is_left_to_cudnn(
     assert _gate(call) is None
 
 
-def test_the_backward_of_192_and_128_lanes_is_left_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("keys", "causal", "gated"),
+    [(4096, "top_left", True), (None, "top_left", True), (2048, "top_left", False), (4096, "none", False)],
+)
+def test_backwards_of_192_and_128_lanes_that_are_left_to_cudnn(
+    keys: int | None, causal: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cudnn = Kernel("sdpa", frozenset({"attention_backward"}), load=lambda: None, available=lambda: None)
     monkeypatch.setattr("fusion_pass.kernels.hopper.kernels", lambda _: (cudnn,))
-    shapes = {"q": (4, 4096, 16, 192), "k": (4, 4096, 16, 192), "v": (4, 4096, 16, 128)}
-    assert _gate(replace(request(shapes=shapes), op="attention_backward")) is not None
-    assert _gate(request(shapes=shapes)) is None
+    shapes = {"q": (4, keys, 16, 192), "k": (4, keys, 16, 192), "v": (4, keys, 16, 128)}
+    call = request(shapes=shapes, causal=causal)
+    assert (_gate(replace(call, op="attention_backward")) is not None) == gated
+    assert _gate(call) is None
 
 
 @pytest.mark.parametrize(
