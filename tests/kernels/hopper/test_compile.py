@@ -49,7 +49,7 @@ SPILLS = {
     "forward-64x64-values32*": 64,
     "forward-64x64-none-softcap": 48,
     "forward-128x128-values*-softcap": 700,
-    "forward-128x128-values32*": 500,
+    "forward-128x128-values32*": 536,
     "forward-128x128-values*": 244,
     "forward-192x128-values*-softcap": 640,
     "forward-192x128-values*": 420,
