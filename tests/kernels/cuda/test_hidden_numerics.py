@@ -65,8 +65,8 @@ def test_the_same_bits_again(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("offset", [1, 4])
 @pytest.mark.parametrize("heads", [16, 80, 128])
 def test_addresses_that_no_bulk_copy_takes(device: torch.device, heads: int, offset: int) -> None:
-    """The kernel of such a call loads; the second call of a shape is a replay, and its addresses may be others. One, two
-    and four slots a thread."""
+    """The kernel of such a call loads; the second call of a shape is a replay, and its addresses may be others. One,
+    two and four slots a thread."""
     tokens = 300
     options: dict[str, Any] = {"norm": "rms", "eps": 1e-6, "norm_scope": "hidden", "rotary_dim": 128}
     table = torch.randn(1, tokens, 64, device=device)
