@@ -110,7 +110,7 @@ __device__ __forceinline__ RowNorm row_norm(const TableGradientArguments& args, 
   return row;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, HIDDEN ? (CHUNKS > 1 ? 2 : 4) : 0)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, HIDDEN && CHUNKS == 1 ? 4 : 0)
 norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
   const unsigned flat = blockIdx.x * WARPS + threadIdx.x / 32;
   if (flat >= args.tokens) return;
