@@ -120,27 +120,34 @@ def gradient_layout(T):
 @gluon.jit
 def no_sums(T: gl.constexpr):
     """dQ or dK of 64 rows before the first product: a tuple of slices of their lanes."""
-    sums = ()
-    for _ in gl.static_range(T.qk_slices):
-        sums = sums + (gl.zeros((64, T.qk_lanes), gl.float32, gradient_layout(T)),)  # noqa: RUF005 (not in a kernel)
-    return sums
+    zeros = gl.zeros((64, T.qk_lanes), gl.float32, gradient_layout(T))
+    if T.qk_slices == 1:
+        return (zeros,)
+    else:
+        gl.static_assert(T.qk_slices == 3)
+        return zeros, zeros, zeros
+
+
+@gluon.jit
+def slice_of(buffer, at, i: gl.constexpr, T: gl.constexpr):
+    """The i-th slice of the tile `at` of `buffer`, K or Q of 64 rows."""
+    return buffer.index(at * T.qk_slices + i).reshape([64, T.qk_lanes])
 
 
 @gluon.jit
 def accumulate(sums, operand, buffer, at, T: gl.constexpr):
     """Add the product of `operand`, 64 x 64, and the tile `at` of `buffer`, K or Q of 64 rows, to `no_sums`."""
-    issued = ()
-    for i in gl.static_range(T.qk_slices):
-        part = buffer.index(at * T.qk_slices + i).reshape([64, T.qk_lanes])
-        issued = issued + (warpgroup_mma(operand, part, sums[i], is_async=True),)  # noqa: RUF005
+    low = warpgroup_mma(operand, slice_of(buffer, at, 0, T), sums[0], is_async=True)
     # The operand is a dependence of the wait: its registers must not be reused while the product reads them
     # (docs/hopper.md, hazards).
     if T.qk_slices == 1:
-        low, operand = warpgroup_mma_wait(0, (issued[0], operand))
+        low, operand = warpgroup_mma_wait(0, (low, operand))
         return (low,)
     else:
         gl.static_assert(T.qk_slices == 3)
-        low, middle, high, operand = warpgroup_mma_wait(0, (issued[0], issued[1], issued[2], operand))
+        middle = warpgroup_mma(operand, slice_of(buffer, at, 1, T), sums[1], is_async=True)
+        high = warpgroup_mma(operand, slice_of(buffer, at, 2, T), sums[2], is_async=True)
+        low, middle, high, operand = warpgroup_mma_wait(0, (low, middle, high, operand))
         return low, middle, high
 
 
