@@ -41,13 +41,13 @@ _LOG2_E = math.log2(math.e)
 _L2_BYTES_FOR_KEYS = 32 << 20
 """Of 50 MB: K and V of the heads that run together where the queries stay."""
 _WIDE_BYTES_FOR_KEYS = 64 << 20
-"""The same in a forward at head_dim 256, from so many keys on. Causal 4k, H200: 16 heads (67 MB) 1.05 times as fast as
-eight, four 0.92; 2k: 32 heads 1.03 times as fast as 16; but 1k: 64 heads 0.98 of 32."""
+"""The same in a forward at head_dim 256, from so many keys on. Causal 4k, H200: 16 heads (67 MB) and 32 the same, eight
+and four 0.99; 2k: 32 heads 1.004 times as fast as 16."""
 _WIDE_KEYS_FROM = 2048
 _FORWARD_HEADS = 4
 """At least so many key heads run together in a forward under a mask, whatever their size: what tiles in step read is a
-part of K and V, and with few heads there are too many lengths of tile at a time. head_dim 256, causal, 16k, TFLOP/s:
-one head 666, two (32 MB) 728, four 759."""
+part of K and V, and the last heads together end in short tiles. head_dim 256, causal, 16k, H200, to four: one 0.96, two
+and eight the same."""
 _L2_BYTES_FOR_QUERIES = 40 << 20
 """Q, dO and the accumulator of dQ of the heads that run together where the keys stay."""
 _DRIFTING_BYTES = 100 << 20
