@@ -66,8 +66,11 @@ class Stops:
             towards = {n for n in tree_leaves(inputs) if isinstance(n, fx.Node)}
             if again is not False or not all(towards.isdisjoint(_up_to(self._products, n)) for n in operands):
                 return f"{taken.name!r} takes, in the graph, a second gradient or that of what the call reads."
-        if not self._found or after in self._off:
+        if not self._found:
             return None
+        if after in self._off:
+            recorded = next((n for n in region - self._off if _requires_grad(n)), None)
+            return None if recorded is None else f"{recorded.name!r} has one, and the site ends under no_grad."
         inside = min(self._found.intersection(region), default=None)
         if inside is not None:
             return f"{inside.name!r}, inside the site, stops the gradient."

@@ -366,3 +366,27 @@ def test_result_that_has_no_gradient_beside_one_that_has(inner: Callable[..., Ca
     assert [x.requires_grad for x in results] == [False, True, True]
     for ours, expected in zip(results, model(q, k, angle.cos(), angle.sin()), strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+MOVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous, which it is": lambda x: x.contiguous(),
+    "cast to its own dtype": lambda x: x.to(x.dtype),
+    "transposed": lambda x: x.transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_result_that_is_moved_under_no_grad(name: str) -> None:
+    """What is contiguous already is the same tensor in any mode, with its gradient; a call under no_grad has none."""
+
+    def rotated(x: Tensor, projection: Tensor, q_weight: Tensor, k_weight: Tensor, angle: Tensor) -> Tensor:
+        both = torch.cat((angle, angle), -1).detach()
+        turned = rotate((x @ projection[:, :D]).view(B, S, 1, D).transpose(1, 2), both.cos(), both.sin())
+        return without_grad(MOVED[name])(turned) * x.sum()
+
+    def attended(x: Tensor, projection: Tensor, *_: Tensor) -> Tensor:
+        q, k, v = (x @ projection).view(B, S, 3 * H, D).transpose(1, 2).split(H, dim=1)
+        return without_grad(MOVED[name])((q @ k.mT).softmax(-1) @ v) * x.sum()
+
+    for model in (rotated, attended):
+        fused(model)
