@@ -65,7 +65,7 @@ CAUSAL: dict[str, Mask] = {
     "tril of a float": lambda q, k: torch.tril(torch.ones(q.shape[2], k.shape[2])).bool(),
     "tril compared with 0": lambda q, k: torch.tril(torch.ones(q.shape[2], k.shape[2])) != 0,
     "triu at most 0": lambda q, k: torch.triu(torch.ones(q.shape[2], k.shape[2]), 1) <= 0,
-    "triu less than a half": lambda q, k: torch.triu(torch.ones(q.shape[2], k.shape[2]), 1) < 0.5,
+    "triu less than 1": lambda q, k: torch.triu(torch.ones(q.shape[2], k.shape[2]), 1) < 1,
     "tril more than 0": lambda q, k: torch.tril(torch.ones(q.shape[2], k.shape[2])) > 0,
     "tril at least 1": lambda q, k: torch.tril(torch.ones(q.shape[2], k.shape[2])) >= 1,
     "where as a method": lambda q, k: torch.zeros(q.shape[2], k.shape[2]).where(columns(k) <= rows(q), LOWEST),
