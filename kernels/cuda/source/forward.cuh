@@ -53,12 +53,17 @@ norm_rope_forward(const __grid_constant__ ForwardArguments args) {
 
   RotationRaw tables;
   if (TABLES == FIRST) tables.load(args.tables, token, lane);
+  // Addresses first: computed between the loads, by branches of q and k, they moved the last of these behind what waits
+  // for the first.
+  const char* from[UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) from[u] = Head(first_head + u * HEADS_PER_WARP, exists).at(args.q, args.k, token);
   Raw<In> x[UNROLL];
   Raw<Param> weight[UNROLL], bias[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     const Head head(first_head + u * HEADS_PER_WARP, exists);
-    x[u] = load_head<IN_BYTES, In>(FROM, head.at(args.q, args.k, token), lane, head.exists);
+    x[u] = load_head<IN_BYTES, In>(FROM, from[u], lane, head.exists);
   }
   if (TABLES == LAST) tables.load(args.tables, token, lane);
   Handed handed;
