@@ -26,7 +26,8 @@ from .consumers import WITH_PROJECTIONS
 from .facts import Refused, check_written_for_itself
 from .heads import Heads, fold, keeps_everything, moved_axes, number
 from .index_reading import IndexReader
-from .mask import Frame, MaskRefused, MaskTerm, Meaning, SeenKeys, prove
+from .mask import SeenKeys, prove
+from .masked_scores import Frame, MaskRefused, MaskTerm, Meaning
 from .softmax_attention import check_no_dropout
 from .softmax_scores import Leading, moved_leading
 

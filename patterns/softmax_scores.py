@@ -25,7 +25,7 @@ from fusion_pass.kernels.attention_problem import mask_floor
 
 from .facts import Refused
 from .heads import Heads, constant, number, number_times
-from .mask import MaskTerm, Meaning
+from .masked_scores import MaskTerm, Meaning
 
 PRODUCTS = frozenset({"matmul", "baddbmm", "einsum"})
 CASTS = frozenset(

@@ -17,7 +17,8 @@ from fusion_pass.graph.vocabulary import fake, fake_tensor, size, sizes
 from fusion_pass.kernels.attention_problem import mask_floor, resolve
 from fusion_pass.patterns import index_terms as terms
 from fusion_pass.patterns.index_reading import IndexReader
-from fusion_pass.patterns.mask import Frame, MaskRefused, MaskTerm, Meaning, SeenKeys, prove
+from fusion_pass.patterns.mask import SeenKeys, prove
+from fusion_pass.patterns.masked_scores import Frame, MaskRefused, MaskTerm, Meaning
 
 BATCH = 2
 LOWEST = torch.finfo(torch.float32).min
