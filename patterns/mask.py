@@ -104,7 +104,7 @@ def _mask(
             f"{known[0].node.name!r} and {data[0].node.name!r}; one can be passed on."
         )
     if len(data) > 1:
-        raise MaskRefused(f"The scores have two masks of data, {_names(data)}, and at most one can be passed on.")
+        raise MaskRefused(f"The scores have more than one mask of data, {_names(data)}; one can be passed on.")
     if data:
         return whole(reading, data[0])
     if not rest:

@@ -1,182 +1,164 @@
-"""Near misses of scores, masks and sinks: each was fused once, into another function."""
+"""Scores in every spelling: scale, softcap, masks; near misses of each are refused."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
-import attention_graphs as graphs
 import pytest
 import torch
 from torch import Tensor
+from written_attention import LOWEST, D, H, Model, S, causal, fused, hidden, qkv, refused
 
-B, H, D = 2, 4, 8
-S = H
-"""As many queries as heads: what is one number for each query has the shape of one for each head."""
+FORMS: dict[str, tuple[Model, dict[str, Any]]] = {
+    "scale by mul": (lambda q, k, v: ((q @ k.mT) * 0.3).softmax(-1) @ v, {"scale": 0.3}),
+    "scale by div": (lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) / 4.0, -1) @ v, {"scale": 0.25}),
+    "scale in place": (lambda q, k, v: (q @ k.mT).div_(4.0).softmax(-1) @ v, {"scale": 0.25}),
+    "scale on q": (lambda q, k, v: ((q * 0.3) @ k.mT).softmax(-1) @ v, {"scale": 0.3}),
+    "scale on q and k": (lambda q, k, v: ((q / 2) @ (k * 0.5).mT).softmax(-1) @ v, {"scale": 0.25}),
+    "no scale": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, {"scale": 1.0}),
+    "transposed by aten": (lambda q, k, v: (q @ torch.ops.aten.mT(k)).softmax(-1) @ v, {"scale": 1.0}),
+    "scale on both sides": (lambda q, k, v: (0.5 * (0.5 * (q @ k.mT))).softmax(-1) @ v, {"scale": 0.25}),
+    "softcap by div": (
+        lambda q, k, v: (torch.tanh((q @ k.mT) * 0.5 / 20.0) * 20.0).softmax(-1) @ v,
+        {"scale": 0.5, "softcap": 20.0},
+    ),
+    "softcap by mul": (
+        lambda q, k, v: (20.0 * ((q @ k.mT) * 0.025).tanh()).softmax(-1) @ v,
+        {"scale": 0.5, "softcap": 20.0},
+    ),
+    "softcap and mask": (
+        lambda q, k, v: (torch.tanh((s := q @ k.mT) / 20.0) * 20.0 + causal(s)).softmax(-1) @ v,
+        {"scale": 1.0, "softcap": 20.0, "causal": "top_left"},
+    ),
+    "masked_fill": (
+        lambda q, k, v: (s := q @ k.mT).masked_fill(hidden(s), float("-inf")).softmax(-1) @ v,
+        {"scale": 1.0, "causal": "top_left"},
+    ),
+    "masked_fill in place": (
+        lambda q, k, v: (s := q @ k.mT * 0.5).masked_fill_(hidden(s), LOWEST).softmax(-1) @ v,
+        {"scale": 0.5, "causal": "top_left"},
+    ),
+    "where": (
+        lambda q, k, v: torch.where(~hidden(s := q @ k.mT), s, LOWEST).softmax(-1) @ v,
+        {"scale": 1.0, "causal": "top_left"},
+    ),
+    "where the other way": (
+        lambda q, k, v: torch.where(hidden(s := q @ k.mT), -1e9, s).softmax(-1) @ v,
+        {"scale": 1.0, "causal": "top_left"},
+    ),
+    "mask added in place": (
+        lambda q, k, v: (s := q @ k.mT).add_(causal(s)).softmax(-1) @ v,
+        {"scale": 1.0, "causal": "top_left"},
+    ),
+    "scale after the mask": (
+        lambda q, k, v: (0.5 * ((s := q @ k.mT) + causal(s))).softmax(-1) @ v,
+        {"scale": 0.5, "causal": "top_left"},
+    ),
+    "two masks": (
+        lambda q, k, v: (
+            ((s := q @ k.mT) + causal(s)).masked_fill(~torch.ones(S, S, dtype=torch.bool).triu(-2), -1e9).softmax(-1)
+            @ v
+        ),
+        {"scale": 1.0, "causal": "top_left", "window_left": 2},
+    ),
+    "baddbmm": (
+        lambda q, k, v: torch.bmm(
+            torch.baddbmm(torch.empty(H, S, S), q[0], k[0].mT, beta=0.0, alpha=0.25).softmax(-1), v[0]
+        ),
+        {"scale": 0.25},
+    ),
+    "baddbmm with a mask": (
+        lambda q, k, v: torch.bmm(torch.baddbmm(causal(q[0] @ k[0].mT), q[0], k[0].mT).softmax(-1), v[0]),
+        {"scale": 1.0, "causal": "top_left"},
+    ),
+}
 
 
-def qkv() -> list[Tensor]:
-    torch.manual_seed(0)
-    return list(torch.randn(3, B, H, S, D))
+@pytest.mark.parametrize("name", FORMS)
+def test_form(name: str) -> None:
+    model, expected = FORMS[name]
+    found = fused(model, *qkv())
+    assert found.keys() == expected.keys()
+    assert all(found[key] == pytest.approx(expected[key]) for key in expected)
 
 
-def hidden() -> Tensor:
-    return torch.ones(S, S, dtype=torch.bool).triu(1)
+@pytest.mark.parametrize("name", ["softcap and mask", "where", "scale by div"])
+def test_form_at_every_length(name: str) -> None:
+    model, expected = FORMS[name]
+    assert fused(model, *qkv(), dynamic=True) == expected
 
 
-def refused(model: Callable[..., Tensor], *inputs: Tensor) -> str:
-    module, _ = graphs.captured(model, *inputs)
-    return graphs.refusal(module)
+def test_scale_computed_from_the_shape() -> None:
+    found = fused(lambda q, k, v: (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v, *qkv())
+    assert found["scale"] == pytest.approx(D**-0.5)
 
 
-# --- masks ------------------------------------------------------------------------------------------------------------
+def first_column_zero(scores: Tensor) -> Tensor:
+    scores[..., 0] = 0.0
+    return scores
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda q, k, v: ((q @ k.mT).masked_fill(hidden(), -1e9) * 1e-9).softmax(-1) @ v,
-        lambda q, k, v: (torch.where(hidden(), -1e10, q @ k.mT) / 1e10).softmax(-1) @ v,
-    ],
-    ids=["masked_fill", "where"],
-)
-def test_hidden_scores_that_a_factor_brings_back(model: Callable[..., Tensor]) -> None:
-    """-1 hides nothing."""
-    assert "is not low enough to hide them" in refused(model, *qkv())
+REFUSED: dict[str, tuple[Model, str]] = {
+    "a learned temperature": (lambda q, k, v: ((q @ k.mT) * v.mean()).softmax(-1) @ v, "stands between the scores"),
+    "softcap above the mask": (
+        lambda q, k, v: (20.0 * torch.tanh(((s := q @ k.mT) + causal(s)) / 20.0)).softmax(-1) @ v,
+        "tanh",
+    ),
+    "hidden by a small number": (
+        lambda q, k, v: (s := q @ k.mT).masked_fill(hidden(s), -5.0).softmax(-1) @ v,
+        "not low enough to hide",
+    ),
+    "negative scale": (lambda q, k, v: ((q @ k.mT) * -0.25).softmax(-1) @ v, "stands between the scores"),
+    "minus another maximum": (
+        lambda q, k, v: ((s := q @ k.mT) - s.amax(-2, keepdim=True)).softmax(-1) @ v,
+        "stands between the scores",
+    ),
+    "hidden, and brought back by a factor": (
+        lambda q, k, v: ((s := q @ k.mT).masked_fill(hidden(s), -1e9) * 1e-9).softmax(-1) @ v,
+        "is not low enough to hide them",
+    ),
+    "hidden by where, and brought back by a factor": (
+        lambda q, k, v: (torch.where(hidden(s := q @ k.mT), -1e10, s) / 1e10).softmax(-1) @ v,
+        "is not low enough to hide them",
+    ),
+    "rounded to eight bits": (
+        lambda q, k, v: (q @ k.mT).to(torch.float8_e4m3fn).float().softmax(-1) @ v,
+        "stands between the scores",
+    ),
+    "part of the scores written": (lambda q, k, v: first_column_zero(q @ k.mT).softmax(-1) @ v, "written in place"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    model, reason = REFUSED[name]
+    assert reason in refused(model, *qkv())
+
+
+def test_scores_that_are_read_are_refused() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT
+        return scores.softmax(-1) @ v, scores.sum()
+
+    assert "also read by 'sum_1'" in refused(model, *qkv())
 
 
 @pytest.mark.parametrize("factor", [0.25, 256**-0.5])
 def test_hidden_scores_that_a_factor_leaves_hidden(factor: float) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ((q @ k.mT).masked_fill(hidden(), -1e9) * factor).softmax(-1) @ v
-
-    module, inputs = graphs.captured(model, *qkv())
-    (place,) = graphs.check(module, inputs)
-    assert graphs.conditions(place) == {"causal": "top_left"}
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_row_of_replaced_scores_has_no_gradient(grad: bool) -> None:
-    """The first row sees no key. Its result, the mean of all values, is that of an added mask; its gradient is not."""
-
-    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.mT).masked_fill(~hidden().T, -1e9).softmax(-1) @ v
-
-    module, inputs = graphs.captured(model, *(x.requires_grad_(grad) for x in qkv()))
-    (place,) = graphs.check(module, inputs)
-    if grad:
-        assert isinstance(place, graphs.Refusal)
-        assert "a row may see no key: it has no gradient then" in place.reason
-    else:
-        assert isinstance(place, graphs.Site)
-
-
-@pytest.mark.parametrize("seen", [hidden, lambda: torch.randn(S, S) > 0], ids=["causal", "data"])
-def test_truth_values_that_are_added(seen: Callable[[], Tensor]) -> None:
-    """True adds 1 to the score and hides nothing."""
-    model = lambda q, k, v, mask: ((q @ k.mT) + mask).softmax(-1) @ v  # noqa: E731
-    assert "holds torch.bool and is added to the scores" in refused(model, *qkv(), seen())
-
-
-# --- sinks ------------------------------------------------------------------------------------------------------------
-
-
-def with_sinks(argument: Callable[[Tensor, Tensor], Tensor], keepdim: bool = False) -> Callable[..., Tensor]:
-    """`argument`: of the sigmoid, from the log-sum-exp of the scores and the sinks."""
-
-    def model(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         scores = q @ k.mT
-        factor = argument(torch.logsumexp(scores, -1, keepdim), sinks).sigmoid()
-        return (scores.softmax(-1) @ v) * (factor if keepdim else factor.unsqueeze(-1))
+        return (scores.masked_fill(hidden(scores), -1e9) * factor).softmax(-1) @ v
 
-    return model
-
-
-NO_SINKS = {
-    "one for each query": with_sinks(lambda lse, sinks: lse - sinks),
-    "one row for all": with_sinks(lambda lse, sinks: lse - sinks[None]),
-    "an axis too few": with_sinks(lambda lse, sinks: lse - sinks.view(1, H, 1), keepdim=True),
-    "of whole numbers": with_sinks(lambda lse, sinks: lse.long() - sinks.view(1, H, 1)),
-    "twice": with_sinks(lambda lse, sinks: torch.sub(lse, sinks.view(1, H, 1), alpha=2)),
-}
+    assert fused(model, *qkv()) == {"scale": factor, "causal": "top_left"}
 
 
-@pytest.mark.parametrize("name", NO_SINKS)
-def test_factor_that_is_no_sink(name: str) -> None:
-    assert "also read by 'logsumexp'" in refused(NO_SINKS[name], *qkv(), torch.randn(H))
-
-
-SINKS = {
-    "view": with_sinks(lambda lse, sinks: lse - sinks.view(1, H, 1)),
-    "two axes": with_sinks(lambda lse, sinks: lse - sinks.unsqueeze(-1)),
-    "axis by axis": with_sinks(lambda lse, sinks: lse - sinks.unsqueeze(0).unsqueeze(-1).expand(B, H, S)),
-    "four axes": with_sinks(lambda lse, sinks: lse - sinks.view(1, H, 1, 1), keepdim=True),
-}
-
-
-@pytest.mark.parametrize("name", SINKS)
-def test_factor_that_is_a_sink(name: str) -> None:
-    module, inputs = graphs.captured(SINKS[name], *qkv(), torch.randn(H))
-    (place,) = graphs.check(module, inputs)
-    assert graphs.arguments(place)["sinks"] == "l_sinks_"
-
-
-def less_maximum(scores: Tensor) -> Tensor:
-    return scores - scores.amax(-1, keepdim=True)
-
-
-def a_sink_beside(scores: Tensor, sinks: Tensor) -> Tensor:
-    return torch.cat([scores, sinks.view(1, H, 1, 1).expand(B, H, S, 1)], -1)
-
-
-SHIFTED = {
-    "column": lambda s, v, sinks: a_sink_beside(less_maximum(s), sinks).softmax(-1)[..., :-1] @ v,
-    "factor": lambda s, v, sinks: (
-        (less_maximum(s).softmax(-1) @ v) * (less_maximum(s).logsumexp(-1, True) - sinks.view(1, H, 1, 1)).sigmoid()
-    ),
-    "factor of the same": lambda s, v, sinks: (
-        ((x := less_maximum(s)).softmax(-1) @ v) * (x.logsumexp(-1, True) - sinks.view(1, H, 1, 1)).sigmoid()
-    ),
-    "soft cap": lambda s, v, sinks: (5.0 * torch.tanh(less_maximum(s) / 5.0)).softmax(-1) @ v,
-}
-
-
-@pytest.mark.parametrize("name", SHIFTED)
-def test_maximum_that_is_taken_off_too_early(name: str) -> None:
-    """A softmax is the same, what is done to the scores before it is not."""
-    reason = refused(lambda q, k, v, sinks: SHIFTED[name](q @ k.mT, v, sinks), *qkv(), torch.randn(H))
-    assert "stands between the scores" in reason or "also read by" in reason
-
-
-def test_maximum_that_is_taken_off_last() -> None:
-    def model(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        return less_maximum(a_sink_beside(q @ k.mT, sinks)).softmax(-1)[..., :-1] @ v
-
-    module, inputs = graphs.captured(model, *qkv(), torch.randn(H))
-    (place,) = graphs.check(module, inputs)
-    assert graphs.arguments(place)["sinks"] == "l_sinks_"
-
-
-@pytest.mark.parametrize("shape", [(1, 1, -1, 1), (-1, 1, 1, 1)], ids=["of each query", "of each batch"])
-def test_column_that_is_no_sink(shape: tuple[int, ...]) -> None:
-    def model(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        column = sinks.view(shape).expand(H, H, S, 1)
-        return torch.cat([q @ k.mT, column], -1).softmax(-1)[..., :-1] @ v
-
-    four = [x.repeat(2, 1, 1, 1) for x in qkv()]
-    assert "is not one number for each head" in refused(model, *four, torch.randn(H))
-
-
-# --- eight bits -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda q, k, v: (q @ k.mT).to(torch.float8_e4m3fn).float().softmax(-1) @ v,
-        lambda q, k, v: (q @ k.mT).softmax(-1).to(torch.float8_e4m3fn).float() @ v,
-    ],
-    ids=["scores", "weights"],
-)
-def test_rounding_to_eight_bits_is_part_of_the_model(model: Callable[..., Tensor]) -> None:
-    reason = refused(model, *qkv())
-    assert "stands between the scores" in reason or "changes the attention weights" in reason
+@pytest.mark.parametrize("seen", [hidden, lambda scores: torch.randn_like(scores[0, 0]) > 0], ids=["causal", "data"])
+def test_truth_values_that_are_added_are_refused(seen: Callable[[Tensor], Tensor]) -> None:
+    """True adds 1 to the score and hides nothing."""
+    q, k, v = qkv()
+    mask = seen(q @ k.mT)
+    assert "holds torch.bool and is added to the scores" in refused(
+        lambda q, k, v, mask: (q @ k.mT + mask).softmax(-1) @ v, q, k, v, mask
+    )

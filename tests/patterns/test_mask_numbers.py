@@ -1,0 +1,81 @@
+"""Keys hidden by finite numbers, and rows that see no key."""
+
+from __future__ import annotations
+
+import attention_graphs as graphs
+import pytest
+import torch
+from torch import Tensor
+from written_attention import LOWEST, B, Model, fused, hidden, qkv, refused
+
+
+def blind(k: Tensor) -> Tensor:
+    """`[B, 1, 1, S]`, from data: hides every key of the first batch and some of the second."""
+    last = torch.arange(B)[:, None] == B - 1
+    return (last & (k[:, 0, :, 0] < 0)).logical_not()[:, None, None, :]
+
+
+PADDED: dict[str, tuple[Model, str]] = {
+    "masked_fill": (
+        lambda q, k, v: (q @ k.mT).masked_fill(blind(k), LOWEST).softmax(-1) @ v,
+        "{hidden}.to(torch.bfloat16).mul(-3.3895313892515355e+38)",
+    ),
+    "masked_fill -1e9": (
+        lambda q, k, v: (q @ k.mT).masked_fill(blind(k), -1e9).softmax(-1) @ v,
+        "{hidden}.to(torch.bfloat16).mul(-3.3895313892515355e+38)",
+    ),
+    "where": (
+        lambda q, k, v: torch.where(~blind(k), q @ k.mT, LOWEST).softmax(-1) @ v,
+        "{seen}.logical_not().to(torch.bfloat16).mul(-3.3895313892515355e+38)",
+    ),
+    "added": (
+        lambda q, k, v: ((q @ k.mT) + torch.zeros(()).masked_fill(blind(k), LOWEST)).softmax(-1) @ v,
+        "{number}",
+    ),
+    "added to a causal mask": (
+        lambda q, k, v: (
+            (s := q @ k.mT) + torch.where(~hidden(s) & ~blind(k), torch.zeros(()), LOWEST)
+        ).softmax(-1) @ v,
+        "{where}",
+    ),
+    "masked_fill with -inf": (
+        lambda q, k, v: (q @ k.mT).masked_fill(blind(k), -torch.inf).softmax(-1) @ v,
+        "{hidden}.logical_not()",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_row_of_hidden_keys_keeps_the_numbers_it_was_given(name: str) -> None:
+    """The softmax of a row of nothing but finfo.min is uniform, over all keys: `fused` compares it with the graph. The
+    NaN of -inf becomes 0 (docs/attention.md)."""
+    model, mask = PADDED[name]
+    found = fused(model, *qkv())
+    names = {"hidden": "getitem_2", "seen": "invert", "number": "masked_fill", "where": "where"}
+    assert found == {"scale": 1.0, "mask": mask.format(**names)}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_row_of_replaced_scores_has_no_gradient(grad: bool) -> None:
+    """The first row sees no key. Its result, the mean of all values, is that of an added mask; its gradient is not."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (s := q @ k.mT).masked_fill(~hidden(s).mT, -1e9).softmax(-1) @ v
+
+    module, inputs = graphs.captured(model, *(x.requires_grad_(grad) for x in qkv()))
+    (place,) = graphs.check(module, inputs)
+    if grad:
+        assert isinstance(place, graphs.Refusal)
+        assert "a row may see no key: it has no gradient then" in place.reason
+    else:
+        assert isinstance(place, graphs.Site)
+
+
+def test_two_masks_that_may_hide_a_whole_row_are_refused() -> None:
+    """The second is data, as large as it likes."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        return (scores.masked_fill(hidden(scores), LOWEST) + k.sum(-1)[:, :, None]).softmax(-1) @ v
+
+    assert "hide keys by finite numbers, and a row may see no key" in refused(model, *qkv())
