@@ -13,7 +13,8 @@
     mapped_launch.py           tensor maps, what is kept from call to call, the way to the driver
     launch.py                  the launchers: where a call begins
 
-docs/hopper.md has the design, the measurements and the hazards. This module imports with torch alone.
+docs/hopper.md has the design, the measurements and the hazards, docs/hopper_history.md what was tried. This module
+imports with torch alone.
 """
 
 from __future__ import annotations
@@ -130,7 +131,10 @@ def _planes(request: Request) -> int:
 
 
 def _faster_by_cudnn(request: Request) -> str | None:
-    """The calls that were slower here than with cuDNN, with the ratio of the speeds (docs/hopper.md)."""
+    """The calls that were slower here than with cuDNN, with the ratio of the speeds, or not measured (docs/hopper.md).
+
+    The `sdpa` back end takes equal head dimensions only, so the rule for 192 and 128 finds nobody to leave a call to.
+    """
     keys = request.shapes["k"][1]
     head_dim = max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0)
     dims = request.shapes["q"][-1], request.shapes["v"][-1]

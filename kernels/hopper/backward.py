@@ -26,9 +26,10 @@ passes it on after the addition is written. The first one stores, so nothing is 
 for zeros, waits for blocks of keys that were drawn before its own, by thread blocks that run: also where few thread
 blocks run at a time nobody waits forever.
 
-Global memory traffic per block of keys and query head: seq_q (qk_dim + v_dim) elements read, 4 seq_q qk_dim bytes of
-reduce-add in L2; per query head 4 seq_q qk_dim bytes of zeros, which stay in L2 until they are added to (none with
-`deterministic`).
+Global memory traffic per block of keys and query head that meets n queries: n (qk_dim + v_dim) elements and 8 n bytes
+of LSE and delta read, 4 n qk_dim bytes of reduce-add in L2. Per block of keys: 128 (qk_dim + v_dim) elements of K and V
+read, of dK and dV written. Per query head: 4 seq_q qk_dim bytes of zeros, which stay in L2 until they are added to
+(none with `deterministic`).
 """
 
 from triton.experimental import gluon

@@ -2,11 +2,11 @@
 
 `arrive` announces and goes on, `sync` announces and waits; the barrier opens when `threads` threads of both kinds
 have come (PTX `barrier`). An mbarrier arrival in Gluon is a barrier of the whole partition plus one elected thread; a
-named barrier is a single instruction, worth 10 % of the backward pass (docs/hopper.md).
+named barrier is a single instruction, worth 10 % of the backward pass when it came in.
 
-Triton itself uses ids 0 (default partition), 1 (start of the partitions) and 2, 3 (partitions of more than one warp);
-tests read them off the PTX. Ours start at 5 in the forward and at 4 in the backward, which has no third partition of
-more than one warp.
+There are 16 ids. Triton itself uses 0 (default partition), 1 (start of the partitions) and 2, 3 (partitions of more
+than one warp); tests read them off the PTX. Ours start at 5 where the queries stay and at 4 where the keys do;
+docs/hopper.md has a table of them.
 """
 
 from triton.experimental import gluon

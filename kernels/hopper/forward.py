@@ -3,21 +3,23 @@
 A thread block is `warpgroups` consumer partitions of 64 queries each and a load warp. The algorithm is FlashAttention's
 (arXiv 2205.14135) with FlashAttention-3's overlap of softmax and products (arXiv 2407.08608).
 
-    load warp          Q tile -> sQ[2]     K, V blocks -> sK[stages], sV[stages]     where the next tile is -> consumers
-    consumer w, block j, one thread block a multiprocessor
+    load warp          draws a tile, tells the consumers where it is    Q -> sQ[q_buffers]    K, V -> sK, sV[stages]
+    consumer w, the j-th block that it visits, one thread block a multiprocessor
         S_j = Q K_j^T              issued together with
         O  += P_{j-1} V_{j-1}      so that the tensor cores work while the softmax of the block before is computed
         P_j = exp2(S_j scale - reference),  O and the row sum rescaled where a reference moved (`forward_softmax.py`)
     between tiles: the first S of the next tile is issued before the last P V of this one; with one buffer for Q
     (above head_dim 128) the next Q is loaded while the last P V is computed and O is written.
-    consumer w, block j, two thread blocks a multiprocessor (`T.programs`)
+    the end of a tile:  O / sum -> sO -> TMA -> out,  LSE by plain stores
+    consumer w, the same, two thread blocks a multiprocessor (`T.programs`)
         S_j = Q K_j^T,  P_j,  O += P_j V_j   one after the other: the other thread block's products fill the gaps
 
-Keys run from the last block to the first, so that the masked (diagonal) blocks come first; masked and unmasked blocks
-have loops of their own.
+Keys run from the last block to the first, so that the masked blocks at the diagonal come first (those at the left end
+of a window last); masked and unmasked blocks have loops of their own.
 
-Global memory traffic per head and tile of block_m queries: block_m (qk_dim + v_dim) + seq_k (qk_dim + v_dim)
-elements; heads that share K and V and neighbouring tiles run at the same time, so that K and V come from L2.
+Global memory traffic per head and tile of block_m queries that sees n keys: block_m (qk_dim + v_dim) elements of Q and
+O, 4 block_m bytes of LSE, and n (qk_dim + v_dim) elements of K and V. Heads that share K and V and neighbouring tiles
+run at the same time, so that K and V come from L2.
 """
 
 from triton.experimental import gluon

@@ -4,8 +4,10 @@
 blocks and what stands behind it are zeroed (`plans.Counts`), and of the float32 accumulator of dQ the heads that come
 first: the others are zeroed by the main kernel, shortly before it adds to them. (In a fixed order none is: who comes
 first stores.) A dO that TMA cannot read is copied on the way.
-Traffic: 2 rows v_dim elements read, 4 zeroed_heads accumulator_rows head_dim bytes written.
-`after`: dQ = scale * accumulator, rounded once.  Traffic: 4 rows qk_dim bytes read, rows qk_dim elements written.
+Traffic of a head: 2 rows v_dim elements of O and dO and 4 rows bytes of LSE read, 8 padded_rows bytes of LSE and delta
+written; of a head that it zeroes 4 accumulator_rows head_dim bytes more, of a dO that it copies rows v_dim elements.
+`after`: dQ = scale * accumulator, rounded once.  Traffic of a head: 4 rows head_dim bytes read, rows head_dim elements
+written.
 
 The three kernels overlap by programmatic dependent launch. `before` starts like any other, after everything that was
 launched before it, and lets the next one start at once; that one waits for it (all its programs, and what they have

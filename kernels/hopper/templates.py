@@ -23,8 +23,8 @@ class Template:
     """What an instance computes; shared by the forward and the backward."""
 
     qk_dim: int
-    """Head dimension of q and k in shared memory: a power of two, lanes past the tensor's own are zero-filled by the
-    tensor map."""
+    """Head dimension of q and k in shared memory: 64, 128, 192 (three slices) or 256. Lanes past the tensor's own are
+    zero-filled by the tensor map."""
     v_dim: int
     mask: str
     softcap: bool
@@ -75,7 +75,7 @@ class ForwardTemplate(Template):
     stages: int
     """Blocks of K, and of V, in flight."""
     q_buffers: int
-    """2: the next tile's Q loads while this tile computes. 1: no room for that (head_dim 256)."""
+    """2: the next tile's Q loads while this tile computes. 1: no room for that (above head_dim 128)."""
     store_by_tma: bool
     """O through its own shared memory buffer; otherwise straight from registers."""
     dynamic: bool
@@ -292,7 +292,8 @@ _WIDE_FORWARD = Tile(
     keep_q=True,
 )
 
-# TFLOP/s on an H100 80GB, bf16, 16k tokens, hidden size 2048, all of a row in one run with cuDNN 9.19 (docs/hopper.md).
+# TFLOP/s on an H100 80GB, bf16, 16k tokens, hidden size 2048, all of a row in one run with cuDNN 9.19
+# (docs/hopper_history.md).
 _FORWARD_TILES: dict[tuple[int, int, bool], Tile] = {
     # (qk_dim, v_dim, keys differ from tile to tile)
     # Causal 2k / 4k: 445 / 456, cuDNN 398 / 405; with three warpgroups 449 at 4k. Looking ahead 1.006 times. Q in
@@ -356,7 +357,8 @@ class BackwardTile:
     early_scores: bool
 
 
-# Ratios on an H100 80GB, bf16, 16k tokens: of variants that took turns in one run, medians of ten (docs/hopper.md).
+# Ratios on an H100 80GB, bf16, 16k tokens: of variants that took turns in one run, medians of ten
+# (docs/hopper_history.md).
 _BACKWARD_TILES: dict[tuple[int, int], BackwardTile] = {
     # (qk_dim, v_dim)
     # Causal 4k / full 4k: 1.16 / 1.11 times as fast as two warpgroups with a barrier in every tile and a thread block

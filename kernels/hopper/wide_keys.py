@@ -9,7 +9,8 @@ Each warpgroup has half of the products and one of the two accumulators, 64 x he
 P^T and dS^T are left operands in registers. P^T crosses once, in float32, through shared memory. The scheme is
 reproducible: nothing is added in memory, and the heads that share keys come one after the other.
 
-Global memory traffic per block of keys and query head: seq_q (qk_dim + v_dim) elements read.
+Global memory traffic per block of keys and query head that meets n queries: n (qk_dim + v_dim) elements and 8 n bytes
+of LSE and delta read; per block of keys 64 (qk_dim + v_dim) elements of K and V read, of dK and dV written.
 """
 
 from triton.experimental import gluon

@@ -12,7 +12,8 @@ nothing is added in memory, no tile of dQ is handed between warps, and every gra
 
 The two consumers do not wait for each other, so that the products of one run during the softmax of the other.
 
-Global memory traffic per head and tile of 128 queries: 128 (2 qk_dim + v_dim) + seq_k (qk_dim + v_dim) elements.
+Global memory traffic per head and tile of 128 queries that sees n keys: 128 (2 qk_dim + v_dim) elements of Q, dO and
+dQ, 1024 bytes of LSE and delta, and n (qk_dim + v_dim) elements of K and V, which come from L2.
 """
 
 from triton.experimental import gluon

@@ -7,6 +7,10 @@
                                            s' = k q'  p' = exp2(...)   dv += p' grad_out
                                            ds' = p' (v grad_out' - delta)   dk += ds' q
 
+Memory traffic: dq, for a tile of M queries that visits n keys: M (2 D + Dv) elements and 8 M bytes, and n (D + Dv)
+elements of k and v from the L2. dk and dv, for a tile of N keys: 2 N (D + Dv) elements, and for each query head of the
+group and n visited queries n (D + Dv) elements and 8 n bytes of lse and delta, from the L2.
+
 Seven matrix products where one pass with atomic dq would do five: the price of determinism, and of no float32 dq in
 memory. The dk/dv pass computes the transposed scores as a product (k q'), never as a transposed accumulator: on
 Hopper, Triton 3.4 to 3.7.0 miscompiles a transposed result fed to the next product (fla-org/flash-linear-attention

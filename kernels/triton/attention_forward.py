@@ -4,8 +4,9 @@
                                  l = l exp2(m - m') + rowsum p      acc = acc exp2(m - m') + p v        m = m'
     out = acc / l                lse = m ln2 + ln l
 
-Memory traffic of a head, in elements: reads Sq D + (Sq / BLOCK_M) Sk (D + Dv) seen / Sk from the L2 (once from memory
-while the keys of the heads in flight fit there), writes Sq Dv + Sq float32. Nothing of size Sq x Sk exists.
+Memory traffic of a head, where a tile of queries visits n keys: reads Sq D elements of q and (Sq / BLOCK_M) n (D + Dv)
+of k and v, these from the L2 (once from memory while the keys of the heads in flight fit there); writes Sq Dv elements
+and 4 Sq bytes of lse. Nothing of size Sq x Sk exists.
 
 A sink is a key of logit `sink` with a zero value row: the running maximum starts there and the sum at 1. A row that
 sees no key: l = 0, out = 0, lse = -inf. (Dao, FlashAttention-2, arXiv 2307.08691; the base-2 softmax and the split
