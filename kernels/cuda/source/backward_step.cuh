@@ -5,28 +5,6 @@
 
 constexpr int GROUPS = (HEADS + HEADS_PER_WARP - 1) / HEADS_PER_WARP;
 
-__device__ __forceinline__ void accumulate(Tile& sum, const Tile& x, const Tile& y) {
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      sum.a[c][i] += x.a[c][i] * y.a[c][i];
-      sum.b[c][i] += x.b[c][i] * y.b[c][i];
-    }
-  }
-}
-
-__device__ __forceinline__ void accumulate(Tile& sum, const Tile& x) {
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      sum.a[c][i] += x.a[c][i];
-      sum.b[c][i] += x.b[c][i];
-    }
-  }
-}
-
 // From x and g as they lie in memory to dx, stored at `out`; SUMMED: adds what this token contributes to the gradients of
 // the parameters. `rotated` is called where the tables have been used.
 template <bool SUMMED, class Rotated>
@@ -40,9 +18,9 @@ __device__ __forceinline__ void backward_head(const Raw<In>& raw_x, const Raw<Gr
   if (NORMALISES) {
     Tile x = unpack(READ, raw_x, lane);
     if (ROTATES && !NORM_FIRST) rotation.apply(x, lane);
-    if (SUMMED && NEEDS_BIAS) accumulate(dbias, g);
+    if (SUMMED && NEEDS_BIAS) add(dbias, g);
     norm_backward(g, x, eps, weight, lane, [&] {
-      if (SUMMED && NEEDS_WEIGHT) accumulate(dweight, g, x);
+      if (SUMMED && NEEDS_WEIGHT) add_products(dweight, g, x);
     });
   }
   if (ROTATES && !NORM_FIRST) rotation.apply_transposed(g, lane);

@@ -61,8 +61,9 @@ __device__ __forceinline__ Raw<T> take_head(Side side, unsigned head, const Lane
   return raw;
 }
 
-// As `RotationRaw::load` (tables.cuh), from one row of either table in shared memory.
-__device__ __forceinline__ void take_tables(RotationRaw& raw, unsigned cos, unsigned sin, const Lane& lane) {
+// As `RotationRaw::load` (tables.cuh), from shared memory; `cos` and `sin` give the address of an entry.
+template <class Cos, class Sin>
+__device__ __forceinline__ void take_tables(RotationRaw& raw, const Lane& lane, const Cos& cos, const Sin& sin) {
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
     const int slot = lane.slot_of(c);
@@ -70,19 +71,25 @@ __device__ __forceinline__ void take_tables(RotationRaw& raw, unsigned cos, unsi
 #pragma unroll
     for (int i = 0; i < PAIRS; i += 16 / int(sizeof(Table))) {
       if (PER_LANE) {
-        const int first = (vector_lane(WRITE, slot, 0) - ROTARY_START + i) * int(sizeof(Table));
-        const int second = (vector_lane(WRITE, slot, 1) - ROTARY_START + i) * int(sizeof(Table));
-        take_16_bytes(raw.cos.first[c], i, cos + first, needed);
-        take_16_bytes(raw.sin.first[c], i, sin + first, needed);
-        take_16_bytes(raw.cos.second[c], i, cos + second, needed);
-        take_16_bytes(raw.sin.second[c], i, sin + second, needed);
+        const int first = vector_lane(WRITE, slot, 0) - ROTARY_START + i;
+        const int second = vector_lane(WRITE, slot, 1) - ROTARY_START + i;
+        take_16_bytes(raw.cos.first[c], i, cos(first), needed);
+        take_16_bytes(raw.sin.first[c], i, sin(first), needed);
+        take_16_bytes(raw.cos.second[c], i, cos(second), needed);
+        take_16_bytes(raw.sin.second[c], i, sin(second), needed);
       } else {
-        const int entry = pair_index(slot, i) * int(sizeof(Table));
-        take_16_bytes(raw.cos.first[c], i, cos + entry, needed);
-        take_16_bytes(raw.sin.first[c], i, sin + entry, needed);
+        const int entry = pair_index(slot, i);
+        take_16_bytes(raw.cos.first[c], i, cos(entry), needed);
+        take_16_bytes(raw.sin.first[c], i, sin(entry), needed);
       }
     }
   }
+}
+
+// From rows of cos and sin that begin at these addresses.
+__device__ __forceinline__ void take_tables(RotationRaw& raw, const Lane& lane, unsigned cos, unsigned sin) {
+  take_tables(raw, lane, [=](int entry) { return cos + entry * int(sizeof(Table)); },
+              [=](int entry) { return sin + entry * int(sizeof(Table)); });
 }
 
 }  // namespace bulk

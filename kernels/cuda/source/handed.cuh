@@ -10,8 +10,7 @@
 constexpr bool HANDS_TABLES = TABLES == HANDED && ROTATES;
 
 struct Handed {
-  static constexpr int ENTRIES = PER_LANE ? ROTARY_DIM : ROTARY_DIM / 2;
-  static constexpr int TABLE = HANDS_TABLES ? ENTRIES * int(sizeof(Table)) : 16;  // bytes of cos
+  static constexpr int TABLE = HANDS_TABLES ? TABLE_ROW_BYTES : 16;  // bytes of cos
   static constexpr int VECTORS = 2 * TABLE / TABLE_BYTES, EACH = (VECTORS + 31) / 32;
   static constexpr int TOKENS = FLAT ? 2 : 1;  // of a warp
   static constexpr int VECTOR_PAIRS = SPLIT_PAIRS && !PER_LANE ? PAIRS / 2 : PAIRS;  // neighbours that a lane takes
@@ -64,25 +63,7 @@ struct Handed {
 
   // `rows`: of this lane's token.
   __device__ static __forceinline__ void take(RotationRaw& raw, unsigned rows, const Lane& lane) {
-    const bool needed = rotated(lane.slot);
-#pragma unroll
-    for (int i = 0; i < PAIRS; i += 16 / int(sizeof(Table))) {
-      if (PER_LANE) {
-        take_entries(raw.cos.first[0], raw.sin.first[0], i, rows,
-                     vector_lane(WRITE, lane.slot, 0) - ROTARY_START + i, needed);
-        take_entries(raw.cos.second[0], raw.sin.second[0], i, rows,
-                     vector_lane(WRITE, lane.slot, 1) - ROTARY_START + i, needed);
-      } else {
-        take_entries(raw.cos.first[0], raw.sin.first[0], i, rows, pair_index(lane.slot, i), needed);
-      }
-    }
-  }
-
- private:
-  __device__ static __forceinline__ void take_entries(Vector<Table, PAIRS>& cos, Vector<Table, PAIRS>& sin, int i,
-                                                      unsigned rows, int entry, bool needed) {
-    const int byte = entry * int(sizeof(Table));
-    bulk::take_16_bytes(cos, i, rows + place(byte), needed);
-    bulk::take_16_bytes(sin, i, rows + place(TABLE + byte), needed);
+    bulk::take_tables(raw, lane, [=](int entry) { return rows + place(entry * int(sizeof(Table))); },
+                      [=](int entry) { return rows + place(TABLE + entry * int(sizeof(Table))); });
   }
 };

@@ -161,9 +161,9 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
         x = input(u);
         g = gradient(u);
       }
-      if (NEEDS_BIAS) add_scaled(dbias[u], g, 1);
+      if (NEEDS_BIAS) add(dbias[u], g);
       scale(g, r);
-      if (NEEDS_WEIGHT) accumulate_products(dweight[u], g, x);
+      if (NEEDS_WEIGHT) add_products(dweight[u], g, x);
       if (HAS_WEIGHT) multiply(g, weight_of(u));
       add_scaled(g, x, -projection);
       if (NORM == LAYER) subtract(g, mean_u, lane);

@@ -95,7 +95,7 @@ struct RowRing {
   }
   __device__ __forceinline__ void take_tables(RotationRaw& raw, const Lane& lane) const {
     const unsigned cos = slots + stage * slot_bytes + KINDS * kind_bytes;
-    bulk::take_tables(raw, cos, cos + TABLE, lane);
+    bulk::take_tables(raw, lane, cos, cos + TABLE);
   }
   __device__ __forceinline__ void advance() {
     stage = stage + 1 < STAGES ? stage + 1 : 0;

@@ -1,6 +1,6 @@
 // RMSNorm and LayerNorm of one head: forward, and the gradient of the norm's input.
 #pragma once
-#include "lanes.cuh"
+#include "arithmetic.cuh"
 
 constexpr bool NORMALISES = NORM != NO_NORM;
 // A norm before the rotation has its weight on the input's lanes, one after it on the result's.
@@ -28,40 +28,9 @@ __device__ __forceinline__ Tile unpack_weight(const Raw<Param>& raw, const Lane&
   return w;
 }
 
-// Sum of x y over the lanes of the head.
-__device__ __forceinline__ Acc dot(const Tile& x, const Tile& y, const Lane& lane) {
-  Acc total = 0;
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      total += x.a[c][i] * y.a[c][i];
-      total += x.b[c][i] * y.b[c][i];
-    }
-  }
-  return head_sum(total, lane);
-}
-
-__device__ __forceinline__ Acc mean(const Tile& x, const Lane& lane) {
-  Acc total = 0;
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) total += x.a[c][i] + x.b[c][i];
-  }
-  return head_sum(total, lane) * Acc(1.0 / HEAD_DIM);
-}
-
-__device__ __forceinline__ void subtract(Tile& x, Acc value, const Lane& lane) {
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-    const Acc here = lane.holds(c) ? value : Acc(0);
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      x.a[c][i] -= here;
-      x.b[c][i] -= here;
-    }
-  }
+// Mean over the lanes of the head, of which a thread has added up its own.
+__device__ __forceinline__ Acc head_mean(Acc sum, const Lane& lane) {
+  return head_sum(sum, lane) * Acc(1.0 / HEAD_DIM);
 }
 
 __device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
@@ -69,19 +38,8 @@ __device__ __forceinline__ double reciprocal_root(double x) { return rsqrt(x); }
 
 // r = 1 / sqrt(mean(x^2) + eps). LayerNorm: of x - mean(x), which x becomes.
 __device__ __forceinline__ Acc reciprocal_deviation(Tile& x, double eps, const Lane& lane) {
-  if (NORM == LAYER) subtract(x, mean(x, lane), lane);
-  return reciprocal_root(dot(x, x, lane) * Acc(1.0 / HEAD_DIM) + Acc(eps));
-}
-
-__device__ __forceinline__ void scale(Tile& x, Acc factor) {
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      x.a[c][i] *= factor;
-      x.b[c][i] *= factor;
-    }
-  }
+  if (NORM == LAYER) subtract(x, head_mean(sum_of(x), lane), lane);
+  return reciprocal_root(head_mean(sum_of(x, x), lane) + Acc(eps));
 }
 
 // x becomes xhat = x r.
@@ -92,28 +50,8 @@ __device__ __forceinline__ void standardise(Tile& x, double eps, const Lane& lan
 // xhat w + b, in place.
 __device__ __forceinline__ void scale_and_shift(Tile& x, const Raw<Param>& weight, const Raw<Param>& bias,
                                                 const Lane& lane) {
-  if (HAS_WEIGHT) {
-    const Tile w = unpack_weight(weight, lane);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-      for (int i = 0; i < PAIRS; ++i) {
-        x.a[c][i] *= w.a[c][i];
-        x.b[c][i] *= w.b[c][i];
-      }
-    }
-  }
-  if (HAS_BIAS) {
-    const Tile b = unpack(NORM_SIDE, bias, lane);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-      for (int i = 0; i < PAIRS; ++i) {
-        x.a[c][i] += b.a[c][i];
-        x.b[c][i] += b.b[c][i];
-      }
-    }
-  }
+  if (HAS_WEIGHT) multiply(x, unpack_weight(weight, lane));
+  if (HAS_BIAS) add(x, unpack(NORM_SIDE, bias, lane));
 }
 
 // g becomes the gradient of the norm's input x (which becomes x - mean(x) for LayerNorm): with u = g w it is
@@ -122,7 +60,7 @@ __device__ __forceinline__ void scale_and_shift(Tile& x, const Raw<Param>& weigh
 template <class Scaled>
 __device__ __forceinline__ void norm_backward(Tile& g, Tile& x, double eps, const Raw<Param>& weight, const Lane& lane,
                                               const Scaled& scaled) {
-  if (NORM == LAYER) subtract(x, mean(x, lane), lane);
+  if (NORM == LAYER) subtract(x, head_mean(sum_of(x), lane), lane);
   Tile w;
   if (HAS_WEIGHT) w = unpack_weight(weight, lane);
   Acc squares = 0, products = 0, total = 0;
@@ -138,18 +76,12 @@ __device__ __forceinline__ void norm_backward(Tile& g, Tile& x, double eps, cons
       total += a + b;
     }
   }
-  const Acc r = reciprocal_root(head_sum(squares, lane) * Acc(1.0 / HEAD_DIM) + Acc(eps));
-  const Acc projection = head_sum(products, lane) * Acc(1.0 / HEAD_DIM) * r * r * r;
-  const Acc mean_u = NORM == LAYER ? head_sum(total, lane) * Acc(1.0 / HEAD_DIM) * r : Acc(0);
+  const Acc r = reciprocal_root(head_mean(squares, lane) + Acc(eps));
+  const Acc projection = head_mean(products, lane) * r * r * r;
+  const Acc mean_u = NORM == LAYER ? head_mean(total, lane) * r : Acc(0);
   scale(g, r);
   scaled();
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      g.a[c][i] = (HAS_WEIGHT ? g.a[c][i] * w.a[c][i] : g.a[c][i]) - x.a[c][i] * projection;
-      g.b[c][i] = (HAS_WEIGHT ? g.b[c][i] * w.b[c][i] : g.b[c][i]) - x.b[c][i] * projection;
-    }
-  }
+  if (HAS_WEIGHT) multiply(g, w);
+  add_scaled(g, x, -projection);
   if (NORM == LAYER) subtract(g, mean_u, lane);
 }

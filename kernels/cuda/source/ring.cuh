@@ -78,26 +78,8 @@ struct Ring {
     return bulk::take_head<Grad>(WRITE, slots + stage * SLOT + G + lane.head * G_HEAD, lane, active);
   }
   __device__ __forceinline__ void tables(RotationRaw& raw, const Lane& lane) const {
-    const unsigned slot_of_stage = slots + stage * SLOT;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      const int slot = lane.slot_of(c);
-      const bool needed = rotated(slot) && lane.holds(c);
-#pragma unroll
-      for (int i = 0; i < PAIRS; i += 16 / int(sizeof(Table))) {
-        if (PER_LANE) {
-          const int first = vector_lane(WRITE, slot, 0) - ROTARY_START + i;
-          const int second = vector_lane(WRITE, slot, 1) - ROTARY_START + i;
-          take_entries(raw.cos.first[c], i, slot_of_stage + COS, first, needed);
-          take_entries(raw.sin.first[c], i, slot_of_stage + SIN, first, needed);
-          take_entries(raw.cos.second[c], i, slot_of_stage + COS, second, needed);
-          take_entries(raw.sin.second[c], i, slot_of_stage + SIN, second, needed);
-        } else {
-          take_entries(raw.cos.first[c], i, slot_of_stage + COS, pair_index(slot, i), needed);
-          take_entries(raw.sin.first[c], i, slot_of_stage + SIN, pair_index(slot, i), needed);
-        }
-      }
-    }
+    const unsigned slot = slots + stage * SLOT;
+    bulk::take_tables(raw, lane, slot + COS, slot + SIN);
   }
   // All lanes have what the slot held. Their reads are of PTX's generic proxy, the copy that fills the slot again of its
   // async proxy, and only a proxy fence orders the two: without one the copy may overtake reads that wait in the queue of
@@ -148,10 +130,5 @@ struct Ring {
     token = tables.token;
     size = count * int(sizeof(Table));
     to = (of_cos ? COS : SIN) + begin * int(sizeof(Table));
-  }
-
-  __device__ __forceinline__ static void take_entries(Vector<Table, PAIRS>& v, int i, unsigned table, int entry,
-                                                      bool needed) {
-    bulk::take_16_bytes(v, i, table + entry * int(sizeof(Table)), needed);
   }
 };

@@ -20,8 +20,6 @@ struct TableGradientArguments {
 };
 static_assert(sizeof(TableGradientArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
-constexpr int ENTRIES = PER_LANE ? ROTARY_DIM : ROTARY_DIM / 2;
-
 // Over the heads that the warp holds; every thread gets the sum for its slot.
 __device__ __forceinline__ void sum_over_heads(Tile& x, const Lane& lane) {
 #pragma unroll
@@ -169,17 +167,8 @@ norm_rope_table_gradient(const __grid_constant__ TableGradientArguments args) {
   }
   sum_over_heads(dcos, lane);
   sum_over_heads(dsin, lane);
-  if (CONJUGATE) {
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-      for (int i = 0; i < PAIRS; ++i) {
-        dsin.a[c][i] = -dsin.a[c][i];
-        dsin.b[c][i] = -dsin.b[c][i];
-      }
-    }
-  }
+  if (CONJUGATE) scale(dsin, -1);
   const bool writes = lane.exists && lane.head == 0;
-  store_entries(args.dcos + (long long)(flat) * ENTRIES, dcos, lane, writes);
-  store_entries(args.dsin + (long long)(flat) * ENTRIES, dsin, lane, writes);
+  store_entries(args.dcos + (long long)(flat) * TABLE_ENTRIES, dcos, lane, writes);
+  store_entries(args.dsin + (long long)(flat) * TABLE_ENTRIES, dsin, lane, writes);
 }

@@ -5,6 +5,8 @@
 constexpr int TABLE_ROWS = MROPE == NO_MROPE ? 1 : 3;
 static_assert(!COUNTED || MROPE == NO_MROPE, "positions are counted for one row");
 constexpr int TABLE_VECTOR = TABLE_BYTES / int(sizeof(Table));  // entries an access reads, all from one row
+constexpr int TABLE_ENTRIES = PER_LANE ? ROTARY_DIM : ROTARY_DIM / 2;  // of a row of cos, or of sin
+constexpr int TABLE_ROW_BYTES = TABLE_ENTRIES * int(sizeof(Table));
 
 // Strides are in bytes. Without positions a row is found by (row, batch, token); with positions, read (GATHER) or counted
 // within each sequence (COUNTED), the table is [max_position, entries] and `token` is the stride of a position.
