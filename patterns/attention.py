@@ -4,12 +4,12 @@ Matches     `F.scaled_dot_product_attention` in all argument forms, and what `so
 Requires    q, k, v of three or four axes, written out also of five; no dropout; masks that can be proved or passed on
             (`mask.py`); no write to what the call reads between its use in the model and the call.
 Becomes     `attention(q, k, v, ...)` on `[B, S, H, D]`: repeated key heads are folded into groups (`heads.py`), and
-            a transpose of the result to `[B, S, H, D]` is part of the site.
+            a transpose of the result to `[B, S, H, D]` is part of the site (`attention_result.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,19 +17,21 @@ import torch
 from torch import fx
 
 from fusion_pass.graph.effects import Effects
-from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site, Step
-from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, holds, layer_of, operation
+from fusion_pass.graph.site import Call, Literal, Operand, Refusal, Site
+from fusion_pass.graph.vocabulary import fake_tensor, holds, layer_of, operation
 
 from . import softmax_attention, softmax_forms
 from .attention_repeats import AttentionRepeats
+from .attention_result import result_of
 from .consumers import WITH_PROJECTIONS
 from .facts import Refused, check_written_for_itself
-from .heads import Heads, fold, keeps_everything, moved_axes, number
+from .heads import Heads, fold
 from .index_reading import IndexReader
+from .literals import number
 from .mask import SeenKeys, prove
 from .masked_scores import Frame, MaskRefused, MaskTerm, Meaning
 from .softmax_attention import check_no_dropout
-from .softmax_scores import Leading, moved_leading
+from .softmax_products import Leading
 
 _BSHD = (0, 1, 2, 3)
 
@@ -178,8 +180,8 @@ _READERS = {
 
 
 def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> Site:
-    output, chain, out_order = _output(effects, attention)
-    anchor = output.node
+    result = result_of(effects, attention.result, attention.order, attention.leading)
+    anchor = result.output.node
     frame = _frame(attention)
     q, k, v = _folded(effects, attention, anchor)
     dtype = cast(torch.Tensor, fake_tensor(attention.result)).dtype
@@ -191,7 +193,7 @@ def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> 
         # Often a copy of the sinks, which the scores are joined with: what is written later, that copy does not see.
         first_reader = min(sinks.users, key=effects.order.__getitem__)
         _check_unwritten(effects, sinks, first_reader, anchor)
-    _check_kept(effects, output.node)
+    _check_kept(effects, anchor)
     seen = prove(index_reader, attention.masks, frame, anchor)
     if attention.is_causal:
         seen = replace(seen, causal="top_left")
@@ -206,11 +208,11 @@ def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> 
             "q_segment_ids": seen.q_segments,
             "k_segment_ids": seen.k_segments,
         },
-        options=_options(attention, q.factor * k.factor, seen, out_order),
+        options=_options(attention, q.factor * k.factor, seen, result.out_order),
     )
-    region = _region(attention, (q, k, v), chain)
-    check_written_for_itself(effects, region, (output.node,))
-    return Site("attention", layer_of(attention.result), call, (output,), region, anchor)
+    region = _region(attention, (q, k, v), result.chain)
+    check_written_for_itself(effects, region, (anchor,))
+    return Site("attention", layer_of(attention.result), call, (result.output,), region, anchor)
 
 
 def _options(attention: Attention, factor: float, seen: SeenKeys, out_order: str) -> dict[str, Literal]:
@@ -272,61 +274,6 @@ def _check_kept(effects: Effects, result: fx.Node) -> None:
     for write in effects.writes(result):
         if cast(torch.Tensor, fake_tensor(result)).requires_grad:
             raise Refused(f"{result.name!r}, which the backward of the operator reads, is written by {write.name!r}.")
-
-
-def _output(effects: Effects, attention: Attention) -> tuple[Output, tuple[fx.Node, ...], str]:
-    """Where the site ends, the nodes from the result to there, and the memory order of the operator's result."""
-    node, order, merged = attention.result, list(attention.order), attention.leading.merged
-    if len(order) == 3:
-        outer = tuple((0, 1, 3).index(axis) for axis in order)
-        moves = () if outer == (0, 1, 2) else (Step("permute", outer),)
-    if len(order) == 3 and merged is None:
-        return Output(node, 0, (Step("squeeze", (2,)), *moves)), (), "bshd"
-    chain, split = [node], tuple[Step, ...]()
-    if len(order) == 3:
-        view = None if moves else _split_again(effects, node, cast("tuple[Size, int]", merged))
-        if view is None:
-            return Output(node, 0, (Step("transpose", (1, 2)), Step("flatten", (0, 1)), *moves)), (node,), "bhsd"
-        node, order, chain = view, [0, 2, 1, 3], [node, view]
-    if len(order) == 5:
-        split = (Step("unflatten", (2, attention.leading.grouped)),)
-    first, begun, sorted_order = tuple(order), len(chain), sorted(order)
-    end = begun - 1 if order == sorted_order else None
-    while len(chain[-1].users) == 1 and not effects.writes(chain[-1]):
-        (user,) = chain[-1].users
-        if first_argument(user) is not chain[-1]:
-            break  # `x.to(result)` moves x
-        axes = moved_axes(user)
-        if axes is not None:
-            order = [order[axis] for axis in axes]
-        elif not keeps_everything(user):
-            break
-        chain.append(user)
-        if order == sorted_order:
-            end = len(chain) - 1
-    if end is not None:
-        return Output(chain[end], 0, split), tuple(chain[: end + 1]), "bshd"
-    moved = [axis for axis, a in enumerate(first) if a != axis]
-    step = Step("transpose", tuple(moved)) if len(moved) == 2 else Step("permute", first)
-    return Output(node, 0, (*split, step)), tuple(chain[:begun]), _memory_order(node, first)
-
-
-def _split_again(effects: Effects, node: fx.Node, merged: tuple[Size, int]) -> fx.Node | None:
-    """The only reader of `[batch * heads, S, D]`, if it is a view as `[batch, heads, S, D]`."""
-    (user,) = node.users if len(node.users) == 1 else (None,)
-    if user is None or effects.writes(node) or moved_leading(user, node) != merged:
-        return None
-    return user if operation(user) == "view" else None
-
-
-def _memory_order(node: fx.Node, order: Sequence[int]) -> str:
-    """The order that gives the operator's result the strides of `node`, the model's."""
-    tensor = cast(torch.Tensor, fake_tensor(node))
-    strides = dict(zip(order, tensor.stride(), strict=True))
-    try:
-        return "bhsd" if bool(strides[2] > strides[1]) else "bshd"
-    except Exception:  # strides with symbols of unknown order
-        return "bshd"
 
 
 def _region(attention: Attention, operands: Iterable[Heads], chain: Iterable[fx.Node]) -> frozenset[fx.Node]:

@@ -21,11 +21,12 @@ from typing import cast
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand, Step
-from fusion_pass.graph.vocabulary import CASTS, Size, fake, fake_tensor, holds, operation, size, sizes
+from fusion_pass.graph.vocabulary import Size, fake_tensor, holds, operation, size, sizes
+
+from .literals import number_times
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Heads:
             tokens, lanes = (axis + (axis > batch) for axis in (tokens, lanes))
         order = [axis for axis in (batch, tokens, heads, self.group, lanes) if axis is not None]
         if order != sorted(order):
-            steps.append(_permutation(order))
+            steps.append(Step.reorder(order))
         if heads is None:
             steps.append(Step("unsqueeze", (2,)))
         if self.group is not None:
@@ -94,11 +95,6 @@ class Heads:
         if size(_tensor(self.node).stride(self.order[3])) != 1:
             steps.append(Step("contiguous"))  # projected by a convolution: the operator reads lane by lane
         return Operand(self.node, tuple(steps))
-
-
-def _permutation(order: Sequence[int]) -> Step:
-    moved = [position for position, axis in enumerate(order) if axis != position]
-    return Step("transpose", (moved[0], moved[1])) if len(moved) == 2 else Step("permute", tuple(order))
 
 
 def _tensor(node: object) -> torch.Tensor:
@@ -321,48 +317,3 @@ def _multiplied(heads: Heads) -> Heads | None:
     ):
         return None
     return replace(heads, node=taken[0], factor=heads.factor * taken[1])
-
-
-def number_times(node: fx.Node, name: str) -> tuple[fx.Node, float] | None:
-    """(x, c) for `c * x`, `x / c` with a known number c. `name`: what `node` does."""
-    if name not in ("mul", "div") or len(node.args) != 2 or node.kwargs:
-        return None
-    x, c = node.args
-    if name == "mul" and fake_tensor(x) is None:
-        x, c = c, x
-    factor = number(c)
-    if not isinstance(x, fx.Node) or fake_tensor(x) is None or not factor:
-        return None
-    return x, factor if name == "mul" else 1.0 / factor
-
-
-def number(value: object) -> float | None:
-    """`value` as a number, None if it is none.
-
-    With dynamic shapes Dynamo makes floats of the model graph inputs. Such a number becomes its present value, guarded:
-    another one compiles again.
-    """
-    if isinstance(value, fx.Node):
-        value = fake(value)
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat):
-        return None
-    try:
-        return float(value)
-    except GuardOnDataDependentSymNode:
-        return None
-
-
-def constant(effects: Effects, value: object) -> float | None:
-    """A number, also one that the graph holds as a floating-point tensor of one number, rounded to its dtype."""
-    tensor = fake_tensor(value)
-    if not isinstance(value, fx.Node) or tensor is None:
-        return number(value)
-    if effects.writes(value) or not value.args or not tensor.is_floating_point():
-        return None
-    name = operation(value)
-    at = {"tensor": 0, "scalar_tensor": 0, "full": 1}.get(name)
-    if name in CASTS:
-        found = constant(effects, value.args[0])
-    else:
-        found = number(value.args[at]) if at is not None and len(value.args) > at else None
-    return None if found is None else float(torch.tensor(found, dtype=tensor.dtype))

@@ -28,9 +28,9 @@ from fusion_pass.graph.vocabulary import (
 
 from . import index_movement  # registers its operations  # noqa: F401
 from . import index_terms as terms
-from .heads import number
 from .index_operations import INTEGERS, OPERATORS, Run, cast_to, tensor_of
 from .index_terms import Element, Entry, Number, Unknown, Unreadable
+from .literals import number
 
 _signature = lru_cache(maxsize=1024)(inspect.signature)
 

@@ -105,7 +105,7 @@ def _arrange(names: list[str]) -> list[Step]:
     steps = []
     wanted = [role for role in ROLES if role in names]
     if names != wanted:
-        steps.append(_permutation([names.index(role) for role in wanted]))
+        steps.append(_reorder([names.index(role) for role in wanted]))
     return steps + [Step("unsqueeze", (axis,)) for axis, role in enumerate(ROLES) if role not in names]
 
 
@@ -115,15 +115,13 @@ def result_steps(names: list[str]) -> tuple[Step, ...]:
     present = [role for role in ROLES if role in names]
     steps = [Step("select", (axis, 0)) for axis in reversed(missing)]
     if present != names:
-        steps.append(_permutation([present.index(role) for role in names]))
+        steps.append(_reorder([present.index(role) for role in names]))
     return tuple(steps)
 
 
-def _permutation(order: list[int]) -> Step:
-    moved = [axis for axis, a in enumerate(order) if a != axis]
-    if len(moved) == 2:
-        return Step("transpose", (moved[0], moved[1]))
-    return Step("permute", (*order, len(order)))
+def _reorder(outer: list[int]) -> Step:
+    """Axes in front of the lanes, which stay the last."""
+    return Step.reorder((*outer, len(outer)))
 
 
 def memory_order(node: fx.Node, names: list[str]) -> str:

@@ -18,7 +18,7 @@ from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.vocabulary import fake_tensor, operation
 from fusion_pass.kernels.attention_problem import mask_floor
 
-from .heads import constant
+from .literals import constant
 from .masked_scores import MaskTerm, Meaning
 
 

@@ -10,7 +10,6 @@ Becomes     `scale`, `softcap`, `sinks` and the masks of `attention`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import fx
@@ -22,27 +21,13 @@ from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, oper
 
 from . import softmax_forms
 from .facts import Refused
-from .heads import Heads, number
+from .heads import Heads
+from .literals import number
 from .softmax_forms import Softmax
-from .softmax_scores import (
-    CASTS,
-    MAX_STEPS,
-    PRODUCTS,
-    Leading,
-    Parser,
-    Scores,
-    einsum,
-    heads_of_letters,
-    keeps_numbers,
-    leading_axes,
-    letter_sizes,
-    moved_leading,
-    one_head_or_each,
-    per_head,
-    product_of,
-    scores_rank,
-    version_read,
-)
+from .softmax_nodes import CASTS, MAX_STEPS, keeps_numbers, rank_of, version_read
+from .softmax_products import PRODUCTS, Leading, leading_axes, moved_leading, values
+from .softmax_scores import Parser, Scores
+from .softmax_sinks import as_a_factor, cuts_column
 
 
 @dataclass(frozen=True)
@@ -134,7 +119,7 @@ def _comes_from_product(softmax: fx.Node) -> bool:
 
 def _is_of_heads(product: fx.Node) -> bool:
     """Whether this multiplies more than tokens with one matrix of weights, as a router of experts does."""
-    return scores_rank(product) > 3 and all(scores_rank(node) > 2 for node in product.all_input_nodes)
+    return rank_of(product) > 3 and all(rank_of(node) > 2 for node in product.all_input_nodes)
 
 
 def _rows(tensor: torch.Tensor | None) -> Size:
@@ -153,7 +138,10 @@ class _Values:
 
     def read(self) -> Written:
         weights, product = self._weights()
-        v, order = self._values(weights, product)
+        multiplied = values(product, weights)
+        if multiplied is None:
+            raise Refused(f"{product.name!r} multiplies the attention weights with values in a way that is not known.")
+        v, order = multiplied
         self.nodes.append(product)
         sinks, result = self.scores.sinks, product
         if sinks is None:
@@ -173,7 +161,7 @@ class _Values:
                 raise Refused(f"The attention weights {current.name!r} are written in place.")
             users = [user for user in current.users if not reads_no_numbers(user, current)]
             if len(users) > 1:
-                raise Refused(self._read_elsewhere(current))
+                raise Refused(_read_elsewhere(current, users))
             if not users:
                 break
             (user,) = users
@@ -184,7 +172,7 @@ class _Values:
                 return current, user
             if name == "dropout":
                 self._check_dropout(user)
-            elif not cut and _cuts_last(user):
+            elif not cut and cuts_column(user):
                 cut = True
             elif name == "view" and (leading := moved_leading(user, current)) is not None:
                 self.leading.append(leading)
@@ -194,84 +182,22 @@ class _Values:
             current = user
         raise Refused("The attention weights meet no values.")
 
-    def _read_elsewhere(self, node: fx.Node) -> str:
-        values = [user for user in node.users if not reads_no_numbers(user, node)]
-        readers = [user.name for user in values if operation(user) not in PRODUCTS]
-        return (
-            f"The attention weights {node.name!r} are also read by {', '.join(map(repr, readers))} "
-            "(output_attentions?); the fused operator never has them."
-        )
-
     def _check_dropout(self, node: fx.Node) -> None:
         p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train", True))
         check_no_dropout(p if training is not False else 0.0)
 
-    def _values(self, weights: fx.Node, product: fx.Node) -> tuple[Heads, tuple[int, ...]]:
-        name, rank = operation(product), scores_rank(weights)
-        if name == "matmul" and len(product.args) == 2 and product.args[0] is weights:
-            v = cast(fx.Node, product.args[1])
-            found = product_of(product, weights, v, transposed=False)
-            if found is not None:
-                return found[1], {3: (0, 1, 3), 4: (0, 2, 1, 3), 5: (0, 2, 3, 1, 4)}[rank]
-        parts = einsum(product) if name == "einsum" else None
-        if parts is not None:
-            operands, words, out = parts
-            if operands[1] is weights:
-                operands, words = operands[::-1], words[::-1]
-            batch, row, column = words[0][:-2], words[0][-2], words[0][-1]
-            lanes = set(words[1]) - set(words[0])
-            if operands[0] is weights and len(lanes) == 1 and len(batch) in (1, 2, 3):
-                (lane,) = lanes
-                axes = {row: 1, lane: 4 if len(batch) == 3 else 3, **dict(zip(batch, (0, 2, 3), strict=False))}
-                order = tuple(axes.get(letter, -1) for letter in out)
-                leading = letter_sizes(weights, words[0], batch)
-                whole = one_head_or_each(operands[1], words[1], batch, column, lane, leading)
-                if whole and set(out) == set(axes):
-                    return heads_of_letters(operands[1], words[1], batch, column, lane), order
-        raise Refused(f"{product.name!r} multiplies the attention weights with values in a way that is not known.")
-
     def _rescaled(self, product: fx.Node) -> tuple[Operand | None, fx.Node]:
-        """Sinks as `result * sigmoid(logsumexp(scores) - sink)`, which is exp(lse) / (exp(lse) + exp(sink))."""
-        scores = self.softmax.scores
-        seen = self.effects.last_write(scores, self.softmax.reader)
-        sums = [
-            user
-            for user in scores.users
-            if operation(user) == "logsumexp" and self.effects.last_write(scores, user) is seen
-        ]
-        user = next(iter(product.users), None)
-        if len(sums) != 1 or len(product.users) != 1 or user is None or operation(user) != "mul" or len(user.args) != 2:
+        """Sinks by which `product` is rescaled, and the rescaled result."""
+        one_view = len(set(self.leading)) == 1 and rank_of(product) == 4  # else there is no axis of heads
+        if not one_view or self.scores.shifted:  # less a maximum the log-sum-exp is another
             return None, product
-        if len(set(self.leading)) != 1 or scores_rank(product) != 4 or self.scores.shifted:
-            # no axis of heads, or another log-sum-exp
+        found = as_a_factor(self.effects, self.softmax, product)
+        if found is None:
             return None, product
-        factor = user.args[1] if user.args[0] is product else user.args[0]
-        chain: list[fx.Node] = []
-        current = factor
-        sinks: Operand | None = None
-        while isinstance(current, fx.Node) and current is not sums[0] and len(chain) < 10:
-            name = operation(current)
-            if name == "sub" and sinks is None:
-                sinks = _subtracted(current)
-                if sinks is None:
-                    return None, product
-            elif name not in ("sigmoid", "unsqueeze") and not (name in CASTS and keeps_numbers(current)):
-                return None, product
-            chain.append(current)
-            current = current.args[0] if current.args else None
-        names = [operation(node) for node in chain if operation(node) not in CASTS]
-        if (
-            current is not sums[0]
-            or sinks is None
-            or not _over_last(sums[0])
-            or not _column(user, product, cast(fx.Node, factor))
-        ):
-            return None, product
-        if names not in (["unsqueeze", "sigmoid", "sub"], ["sigmoid", "sub"], ["sigmoid", "unsqueeze", "sub"]):
-            return None, product
-        self.nodes += [sums[0], *reversed(chain), user]
-        return sinks, user
+        sinks, nodes = found
+        self.nodes += nodes
+        return sinks, nodes[-1]
 
     def _check_readers(self, nodes: frozenset[fx.Node], result: fx.Node) -> None:
         for node in self.nodes:
@@ -290,41 +216,11 @@ class _Values:
                     )
 
 
-def _subtracted(node: fx.Node) -> Operand | None:
-    """`[H]` of `scores of rows [B, H, ...] - sinks`."""
-    rows, sinks = node.args if len(node.args) == 2 and not node.kwargs else (None, None)
-    rank = scores_rank(node)
-    if not isinstance(rows, fx.Node) or scores_rank(rows) != rank:
-        return None
-    return per_head(sinks, 1 - rank)
-
-
-def _cuts_last(node: fx.Node) -> bool:
-    """`x[..., :-1]`."""
-    if operation(node) == "slice":
-        return node.args[1:] in ((-1, 0, -1), (3, 0, -1))
-    if operation(node) != "getitem" or not isinstance(node.args[1], tuple):
-        return False
-    *front, last = node.args[1]
-    whole = all(part is Ellipsis or part == slice(None) for part in front)
-    full = Ellipsis in front or len(front) == 3
-    return bool(whole and full and last in (slice(None, -1), slice(0, -1)))
-
-
-def _over_last(node: fx.Node) -> bool:
-    """`logsumexp` over the last axis, which goes or stays."""
-    arguments = [*node.args[1:], *node.kwargs.values()]
-    return (
-        bool(arguments) and arguments[0] in (-1, 3, [-1], [3], (-1,)) and all(a in (True, False) for a in arguments[1:])
-    )
-
-
-def _column(user: fx.Node, product: fx.Node, factor: fx.Node) -> bool:
-    """Whether `factor` is one number for each row of `product`."""
-    wide, column = fake_tensor(product), fake_tensor(factor)
-    if wide is None or column is None or fake_tensor(user) is None:
-        return False
-    return bool(sizes(column) == (*sizes(wide)[:-1], 1))
+def _read_elsewhere(weights: fx.Node, users: list[fx.Node]) -> str:
+    others = [user for user in users if operation(user) not in PRODUCTS] or users[1:]
+    names = ", ".join(repr(user.name) for user in others)
+    hint = " (output_attentions?)" if any(user.op == "output" for user in others) else ""
+    return f"The attention weights {weights.name!r} are also read by {names}{hint}; the fused operator never has them."
 
 
 def check_no_dropout(p: object) -> None:

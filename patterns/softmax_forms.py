@@ -12,15 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import fx
 
 from fusion_pass.graph.effects import Effects
-from fusion_pass.graph.vocabulary import fake_tensor, first_argument, in_place, operation, sizes
+from fusion_pass.graph.vocabulary import fake_tensor, first_argument, in_place, operation
 
 from .facts import Refused
-from .heads import number
-from .softmax_scores import CASTS, keeps_numbers, scores_rank
+from .literals import number
+from .softmax_nodes import CASTS, keeps_numbers, reduces_last, shape_of
 
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 _LOG_SOFTMAX = frozenset({"log_softmax", "_log_softmax"})
@@ -149,9 +148,8 @@ def _divisor(quotient: fx.Node, e: fx.Node) -> list[fx.Node] | None:
 def _column(node: object, wide: fx.Node) -> list[fx.Node] | None:
     """The nodes from a reduction over the last axis of a tensor like `wide` to `node`, if that is one number a row."""
     chain: list[fx.Node] = []
-    rows = sizes(cast(torch.Tensor, fake_tensor(wide)))[:-1]
-    tensor = fake_tensor(node)
-    if tensor is None or sizes(tensor) != (*rows, 1):
+    rows = shape_of(wide)[:-1]
+    if fake_tensor(node) is None or shape_of(node) != (*rows, 1):
         return None
     current = node
     while isinstance(current, fx.Node) and operation(current) not in ("sum", "logsumexp"):
@@ -159,28 +157,16 @@ def _column(node: object, wide: fx.Node) -> list[fx.Node] | None:
             return None
         chain.insert(0, current)
         current = first_argument(current)
-    return [current, *chain] if isinstance(current, fx.Node) and _over_last(current, len(rows) + 1) else None
-
-
-def _over_last(node: fx.Node, rank: int) -> bool:
-    """Whether a reduction is over the last axis, which goes or stays."""
-    given = [*node.args[1:], *(value for name, value in node.kwargs.items() if name != "dtype")]
-    dims = (-1, rank - 1, [-1], [rank - 1], (-1,), (rank - 1,))
-    return (
-        scores_rank(first_argument(node)) == rank
-        and bool(given)
-        and given[0] in dims
-        and all(isinstance(a, bool) for a in given[1:])
-    )
+    return [current, *chain] if isinstance(current, fx.Node) and reduces_last(current, len(rows) + 1) else None
 
 
 def _is_divided_by_sum(exp: fx.Node) -> bool:
     """Whether something that is computed from `exp` is divided by a sum of it over the last axis."""
-    wide = sizes(cast(torch.Tensor, fake_tensor(exp)))
+    wide = shape_of(exp)
     sums = [
         node
-        for node in _near(exp, lambda node: sizes(cast(torch.Tensor, fake_tensor(node))) == wide)
-        if operation(node) == "sum" and _over_last(node, len(wide))
+        for node in _near(exp, lambda node: shape_of(node) == wide)
+        if operation(node) == "sum" and reduces_last(node, len(wide))
     ]
     return any(
         (in_place(node) or operation(node)) in ("div", "reciprocal")

@@ -10,7 +10,7 @@ select, narrow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -38,6 +38,12 @@ class Step:
 
     method: str
     args: tuple[object, ...] = ()
+
+    @staticmethod
+    def reorder(order: Sequence[int]) -> Step:
+        """The movement after which axis i is what axis `order[i]` was. `order` is not the order that there is."""
+        moved = [place for place, axis in enumerate(order) if axis != place]
+        return Step("transpose", tuple(moved)) if len(moved) == 2 else Step("permute", tuple(order))
 
 
 @dataclass(frozen=True)

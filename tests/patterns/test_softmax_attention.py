@@ -94,6 +94,26 @@ def test_weights_that_are_returned_are_refused() -> None:
     )
 
 
+def test_weights_of_two_tensors_of_values_are_refused() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ k.mT).softmax(-1)
+        return weights @ v + weights @ v.exp()
+
+    assert refused(model, *qkv()) == (
+        "The attention weights 'weights' are also read by 'matmul_2'; the fused operator never has them."
+    )
+
+
+def test_einsum_of_fewer_axes_than_scores_is_no_product_of_queries_and_keys() -> None:
+    """An operand of the scores, here: a bias of each key."""
+
+    def model(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return (torch.relu(x @ w) + torch.einsum("kd,kd->k", a, b)).softmax(-1) @ x
+
+    square, rows = torch.randn(7, 7), torch.randn(7, 3)
+    assert "'relu' (relu) stands between the scores" in refused(model, torch.randn(2, 7, 7), square, rows, rows)
+
+
 def first_column_zero(scores: Tensor) -> Tensor:
     scores[..., 0] = 0.0
     return scores
