@@ -28,8 +28,8 @@ PAIR = gl.constexpr(256)
 
 @aggregate
 class Problem:
-    """The arguments of the kernel, see `backward_kernel`. `strides`: see `arrays_of_block`. `ahead`: with `ready` and
-    `head_size`."""
+    """The arguments of the kernel, see `backward_kernel`. `strides`: see `arrays_of_block`. `work`: (together, blocks,
+    items). `ahead`: (ahead, ready, head_size)."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor

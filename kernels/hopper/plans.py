@@ -55,12 +55,13 @@ _DRIFTING_BYTES = 100 << 20
 _BLOCKS_AHEAD = 32
 """At least so many blocks of keys are drawn before, and zero, what a block of keys adds to."""
 _MANY = 8
-"""Blocks of keys a multiprocessor, from which on their order makes less of a difference than the L2 cache."""
+"""With more blocks of keys a multiprocessor the L2 cache matters more than their order."""
 _FEW = 2
-"""With `deterministic` the same up to so many: then turns decide, which the model does not know. H200, causal, to the
-form before: 1 x 4k tokens, 32/8 heads, 1.12 times as fast, but 2 x 4k 1.01 (the model says 1.13)."""
+"""With `deterministic` an order is looked for up to so many blocks a multiprocessor: with more, turns decide, which the
+model does not know. H200, causal, to the form before: 1 x 4k tokens, 32/8 heads, 1.12 times as fast, but 2 x 4k 1.01
+(the model says 1.13)."""
 _FEW_SHORT = 4
-"""Where a block visits one query head: 1 x 4k, 16 heads, 1.12."""
+"""The same where a block visits one query head: 1 x 4k, 16 heads, 1.12."""
 _TILES_OF_A_BLOCK = 3
 """What a block of keys costs beside its tiles of queries: 5 microseconds at head_dim 128, where a tile is 1.75."""
 _QUERIES_OF_A_TILE = 64
@@ -198,15 +199,17 @@ def forward_plan(call: Call, out: Shaped) -> ForwardPlan:
 @dataclass(frozen=True)
 class Counts:
     """What the kernels of a backward up to head_dim 128 count, in one array of int32 that is zero when the main one
-    starts: the blocks of keys that were drawn, and from these places on (each at 16 bytes)"""
+    starts. Element 0 counts the blocks of keys that were drawn; the other counts begin at these elements, multiples of
+    16 bytes."""
 
     zeroed: int
-    """for every head the blocks of keys that have zeroed their part of its sums of dQ,"""
+    """For every head: the blocks of keys that have zeroed their part of its sums of dQ."""
     summed: int
-    """for every head the warps that have added what a block of keys has, all of them for every block,"""
+    """For every head: the warps that have added their part of a block of keys, every adding warp once a block."""
     turns: int
-    """for every tile the blocks of keys that have added to it (`deterministic`)."""
+    """For every tile: the blocks of keys that have added to it (`deterministic`)."""
     size: int
+    """Elements of the array."""
 
     @classmethod
     def of(cls, heads: int, tiles: int) -> Counts:
