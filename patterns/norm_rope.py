@@ -27,7 +27,8 @@ from .facts import Norm, Refused, check_written_for_itself
 from .layout import result_steps
 from .pairing import Pair, difference, same_scalar, same_tables
 from .qkv import Packed, packed
-from .reading import Reading, read, roots, transferred
+from .reading import Reading, read, transferred
+from .rotation_places import roots
 from .unrotated import unrotated
 
 
