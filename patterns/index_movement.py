@@ -11,6 +11,7 @@ from torch import fx
 from fusion_pass.graph.vocabulary import Size, fake_tensor, sizes
 
 from . import index_terms as terms
+from .index_box import not_negative
 from .index_operations import Reader, integer, operator, rank_of, size_of, tensor_of
 from .index_terms import Element, Linear, Unreadable
 
@@ -171,6 +172,6 @@ def _getitem(reader: Reader, node: fx.Node, x: Any, index: Any) -> Element:
 def _gather(reader: Reader, node: fx.Node, index: fx.Node, behind: int) -> Linear:
     """The position an index tensor names, in the axes of `node`, `behind` of which stand right of the gathered ones."""
     element = reader.argument(index, node)
-    if not isinstance(element, Linear) or not terms.not_negative(element):
+    if not isinstance(element, Linear) or not not_negative(element):
         raise Unreadable("an index that may count from the end")
     return cast(Linear, terms.at(element, {n: terms.axis(n + behind) for n in range(1, rank_of(index) + 1)}))

@@ -14,10 +14,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import fx
 
-from fusion_pass.graph.vocabulary import Size, fake, fake_tensor, size, sizes
+from fusion_pass.graph.vocabulary import Size, fake, fake_tensor, size
 
 from . import index_terms as terms
-from .index_terms import Element, Entry, Formula, Linear, Number, Select, Unreadable
+from .index_terms import Element, Entry, Formula, Linear, Number, Unreadable
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -185,10 +185,10 @@ def _arithmetic(
         if alpha != 1:
             raise Unreadable("alpha")
         a, b = reader.argument(x, node), reader.argument(other, node)
-        return terms.each_case(combine, _counted(a), _counted(b))
+        return terms.each_case(combine, counted(a), counted(b))
 
 
-def _counted(element: Element) -> Element:
+def counted(element: Element) -> Element:
     """A truth value as 1 or 0."""
     return cast_to(element, torch.int64) if terms.is_formula(element) else element
 
@@ -236,7 +236,7 @@ def _negative(reader: Reader, node: fx.Node, x: Any) -> Element:
 
 @operator("floordiv", "floor_divide")
 def _floor_divide(reader: Reader, node: fx.Node, x: Any, other: Any) -> Element:
-    return terms.each_case(lambda a: terms.quotient(_linear(a), integer(other)), reader.argument(x, node))
+    return terms.each_case(lambda a: terms.quotient(linear_of(a), integer(other)), reader.argument(x, node))
 
 
 @operator("div")
@@ -248,10 +248,10 @@ def _divide(reader: Reader, node: fx.Node, x: Any, other: Any, *, rounding_mode:
 
 @operator("abs", "absolute")
 def _absolute(reader: Reader, node: fx.Node, x: Any) -> Element:
-    return terms.each_case(lambda a: terms.magnitude(_linear(a)), reader.argument(x, node))
+    return terms.each_case(lambda a: terms.magnitude(linear_of(a)), reader.argument(x, node))
 
 
-def _linear(element: Element) -> Linear:
+def linear_of(element: Element) -> Linear:
     if not isinstance(element, Linear):
         raise Unreadable("not an integer")
     return element
@@ -275,7 +275,7 @@ def _comparison(name: str, integers: Callable[[Linear], Formula], floats: Callab
             return terms.Truth(truth)
 
         dtype = torch.result_type(_kind(x), _kind(other))
-        return terms.each_case(compare, _counted(reader.argument(x, node)), _counted(reader.argument(other, node)))
+        return terms.each_case(compare, counted(reader.argument(x, node)), counted(reader.argument(other, node)))
 
 
 _comparison("le", terms.at_most_zero, lambda d: d <= 0)
@@ -351,68 +351,3 @@ def _triangle(reader: Reader, node: fx.Node, x: Any, kept: Formula) -> Element:
         cast_to(reader.argument(x, node), dtype),
         cast_to(Number(0.0) if dtype.is_floating_point else terms.constant(0), dtype),
     )
-
-
-# --- operations: along an axis ---
-
-
-@operator("diff")
-def _diff(
-    reader: Reader, node: fx.Node, x: Any, n: Any = 1, dim: Any = -1, prepend: Any = None, append: Any = None
-) -> Element:
-    rank = rank_of(node)
-    number = rank - integer(dim) % rank
-    if n != 1 or append is not None:
-        raise Unreadable("a difference other than that of neighbours")
-    here = terms.axis(number)
-    element = reader.argument(x, node)
-
-    def difference(later: Element, earlier: Element) -> Element:
-        return terms.each_case(lambda a, b: terms.plus(_linear(a), _linear(b), -1), later, earlier)
-
-    if prepend is None:
-        return difference(terms.at(element, {number: terms.plus(here, terms.constant(1))}), element)
-    if sizes(tensor_of(prepend))[rank - number] != 1:
-        raise Unreadable("more than one element in front")
-    first = difference(terms.at(element, {number: terms.constant(0)}), reader.argument(prepend, node))
-    others = difference(element, terms.at(element, {number: terms.plus(here, terms.constant(-1))}))
-    return terms.select(terms.is_zero(here), first, others)
-
-
-@operator("cumsum")
-def _cumsum(reader: Reader, node: fx.Node, x: Any, dim: Any, *, dtype: Any = None) -> Element:
-    rank = rank_of(node)
-    number = rank - integer(dim) % rank
-    element = _counted(reader.argument(x, node))
-    if isinstance(element, Linear) and not element.terms and isinstance(element.constant, int):
-        return terms.times(terms.plus(terms.axis(number), terms.constant(1)), element.constant)
-    if isinstance(element, Select) and (element.yes, element.no) == (terms.constant(1), terms.constant(0)):
-        run = _run(element.condition, number)
-        if run is not None:
-            reader.runs[node, None] = run
-    raise Unreadable("a sum of data")
-
-
-def _run(broken: Formula, number: int) -> Run | None:
-    """`Run` for a count of `broken`, if a position that is not broken continues a run (the first may be either)."""
-    first = terms.negation(terms.is_zero(terms.axis(number)))
-    conditions = terms.conjuncts(broken) - {first}
-    condition = next(iter(conditions)) if len(conditions) == 1 else None
-    if not isinstance(condition, terms.Not) or not isinstance(condition.formula, terms.IsZero):
-        return None
-    linear = condition.formula.linear
-    pairs = dict(linear.terms)
-    if len(pairs) != 2 or not all(isinstance(term, Entry) for term in pairs) or not isinstance(linear.constant, int):
-        return None
-    for later, earlier in (list(pairs), list(pairs)[::-1]):
-        assert isinstance(later, Entry)
-        back = {number: terms.plus(terms.axis(number), terms.constant(-1))}
-        shifted = terms.at(terms.atom(later), back)
-        if (
-            shifted == terms.atom(earlier)
-            and number in terms.axes_in(later)
-            and pairs[later] == -pairs[earlier]
-            and abs(pairs[later]) == 1
-        ):
-            return Run(later, number, -linear.constant * pairs[later])
-    return None

@@ -26,7 +26,7 @@ from fusion_pass.graph.vocabulary import (
     written_arguments,
 )
 
-from . import index_movement  # registers its operations  # noqa: F401
+from . import index_movement, index_runs  # register their operations  # noqa: F401
 from . import index_terms as terms
 from .index_operations import INTEGERS, OPERATORS, Run, cast_to, tensor_of
 from .index_terms import Element, Entry, Number, Unknown, Unreadable

@@ -94,7 +94,7 @@ def plus(a: Linear, b: Linear, factor: int = 1) -> Linear:
     for term, coefficient in b.terms:
         coefficients[term] = coefficients.get(term, 0) + factor * coefficient
     terms = frozenset((term, coefficient) for term, coefficient in coefficients.items() if coefficient)
-    return Linear(terms, _simple(a.constant + factor * b.constant))
+    return Linear(terms, simplified(a.constant + factor * b.constant))
 
 
 def times(a: Linear, factor: int) -> Linear:
@@ -113,7 +113,8 @@ def quotient(a: Linear, divisor: int) -> Linear:
     return atom(Quotient(a, divisor))
 
 
-def _simple(value: Size) -> Size:
+def simplified(value: Size) -> Size:
+    """A sum of sizes in one form, as a number where it has no symbol."""
     if isinstance(value, int):
         return value
     value = sympy.expand(value)
@@ -125,6 +126,8 @@ def _simple(value: Size) -> Size:
 
 @dataclass(frozen=True)
 class Truth:
+    """Always, or never."""
+
     value: bool
 
 
@@ -151,16 +154,22 @@ class Fact:
 
 @dataclass(frozen=True)
 class Not:
+    """`formula` does not hold."""
+
     formula: IsZero | Fact
 
 
 @dataclass(frozen=True)
 class All:
+    """All of `formulas` hold; more than one."""
+
     formulas: frozenset[Formula]
 
 
 @dataclass(frozen=True)
 class Any:
+    """At least one of `formulas` holds; more than one."""
+
     formulas: frozenset[Formula]
 
 
@@ -396,89 +405,3 @@ def axes_in(value: Linear | Entry) -> frozenset[int]:
                 case Magnitude(argument):
                     parts.append(argument)
     return frozenset(found)
-
-
-# --- what holds everywhere in a box -----------------------------------------------------------------------------------
-
-
-def within(formula: Formula, extent: Mapping[int, Size]) -> Formula:
-    """`formula` for positions with `0 <= axis n < extent[n]`: conditions that always or never hold go."""
-    match formula:
-        case AtMostZero(linear):
-            return _decided(at_most_zero(_narrowed(linear, extent)), extent)
-        case IsZero(linear):
-            return _decided(is_zero(_narrowed(linear, extent)), extent)
-        case Not(inner):
-            return negation(within(inner, extent))
-        case All(formulas):
-            return every(within(f, extent) for f in formulas)
-        case Any(formulas):
-            return some(within(f, extent) for f in formulas)
-        case _:
-            return formula
-
-
-def _decided(formula: Formula, extent: Mapping[int, Size]) -> Formula:
-    if not isinstance(formula, AtMostZero | IsZero):
-        return formula
-    low, high = _interval(formula.linear, extent)
-    if isinstance(formula, AtMostZero):
-        if high is not None and not_positive(high):
-            return TRUE
-        return FALSE if low is not None and not_positive(1 - low) else formula
-    if (low is not None and not_positive(1 - low)) or (high is not None and not_positive(high + 1)):
-        return FALSE
-    return TRUE if low == high == 0 else formula
-
-
-def _narrowed(linear: Linear, extent: Mapping[int, Size]) -> Linear:
-    """Quotients that are one number in the whole box become that number."""
-    result = linear
-    for term, coefficient in linear.terms:
-        if isinstance(term, Quotient):
-            low, high = _interval(atom(term), extent)
-            if low is not None and low == high:
-                result = plus(plus(result, atom(term), -coefficient), constant(low), coefficient)
-    return result
-
-
-def _interval(linear: Linear, extent: Mapping[int, Size]) -> tuple[Size | None, Size | None]:
-    """Lower and upper bound; None: unbounded."""
-    low: Size | None = linear.constant
-    high: Size | None = linear.constant
-    for term, coefficient in linear.terms:
-        least, most = _atom_interval(term, extent)
-        if coefficient < 0:
-            least, most = most, least
-        low = None if low is None or least is None else _simple(low + coefficient * least)
-        high = None if high is None or most is None else _simple(high + coefficient * most)
-    return low, high
-
-
-def _atom_interval(term: Atom, extent: Mapping[int, Size]) -> tuple[Size | None, Size | None]:
-    match term:
-        case Axis(number) if number in extent:
-            return 0, extent[number] - 1
-        case Axis():
-            return 0, None
-        case Quotient(numerator, divisor):
-            low, high = _interval(numerator, extent)
-            return (
-                low // divisor if isinstance(low, int) else None,
-                high // divisor if isinstance(high, int) else None,
-            )
-        case Magnitude():
-            return 0, None
-        case Entry():
-            return None, None
-
-
-def not_positive(value: Size) -> bool:
-    """Whether `value <= 0` for every value of its symbols (sizes are positive)."""
-    return value <= 0 if isinstance(value, int) else value.is_nonpositive is True
-
-
-def not_negative(linear: Linear) -> bool:
-    """Whether `linear >= 0` at every position."""
-    low, _ = _interval(linear, {})
-    return low is not None and not_positive(-low)

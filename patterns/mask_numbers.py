@@ -17,6 +17,7 @@ import torch
 from fusion_pass.graph.site import Operand, Step
 
 from . import index_terms as terms
+from .index_box import not_negative, within
 from .index_terms import Formula
 from .mask_operand import whole
 from .mask_reading import MaskReading, has_finite_numbers, numbers_in
@@ -61,11 +62,11 @@ def every_row_sees_a_key(conditions: frozenset[Formula], frame: Frame) -> bool:
     query, queries, keys = terms.axis(QUERY), terms.constant(frame.queries), terms.constant(frame.keys)
     shift = terms.plus(keys, queries, -1)
     places = [terms.constant(0)]
-    if terms.not_negative(shift):  # else the last queries have no key on their diagonal
+    if not_negative(shift):  # else the last queries have no key on their diagonal
         places += [query, terms.plus(query, shift)]
     return any(
         all(
-            terms.within(cast(Formula, terms.at(condition, {KEY: place})), frame.extent) == terms.TRUE
+            within(cast(Formula, terms.at(condition, {KEY: place})), frame.extent) == terms.TRUE
             for condition in conditions
         )
         for place in places

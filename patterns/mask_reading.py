@@ -19,6 +19,7 @@ from fusion_pass.graph.vocabulary import fake_tensor, sizes
 from fusion_pass.kernels.attention_problem import mask_floor
 
 from . import index_terms as terms
+from .index_box import within
 from .index_reading import IndexReader
 from .index_terms import Element, Formula, Number, Select
 from .masked_scores import Frame, MaskRefused, MaskTerm, Meaning
@@ -76,7 +77,7 @@ class MaskReading:
     def condition(self, node: fx.Node) -> Formula | None:
         """The formula of a boolean tensor that is broadcast against the scores; None for other tensors."""
         element = self.reader.read(node, self.anchor)
-        return terms.within(cast(Formula, element), self.frame.extent) if terms.is_formula(element) else None
+        return within(cast(Formula, element), self.frame.extent) if terms.is_formula(element) else None
 
     def cone(self) -> Iterator[fx.Node]:
         """The tensors that the masks are computed from, the masks first."""
@@ -107,8 +108,8 @@ class MaskReading:
         else:
             formula = None
         if formula is not None and rank != self.frame.batch_axis:
-            formula = _of_every_head(terms.within(formula, self.frame.extent_at(rank)), rank)
-        return None if formula is None else terms.within(formula, self.frame.extent)
+            formula = _of_every_head(within(formula, self.frame.extent_at(rank)), rank)
+        return None if formula is None else within(formula, self.frame.extent)
 
     def _was_added(self, mask: MaskTerm, tensor: torch.Tensor) -> bool:
         """Whether the graph itself has joined `tensor` to scores of the full shape, and guards what that needs."""
