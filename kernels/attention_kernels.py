@@ -12,6 +12,9 @@ from .registry import Kernel, Request
 ATTENTION_OPS = frozenset({"attention", "attention_backward"})
 
 _LARGEST_HEAD_DIM = 256
+_LATENT = (192, 128)
+"""Lanes of q and k, and of v, in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the unequal pair that is
+tested on cuDNN."""
 
 
 def _triton_available() -> str | None:
@@ -89,8 +92,10 @@ def _sdpa_shapes(request: Request) -> str | None:
     q, k, v = (request.shapes[name] for name in ("q", "k", "v"))
     if q[0] == 0 or q[2] == 0:
         return "the batch is empty."
-    if q[3] is None or q[3] != v[3] or q[3] % 8 or q[3] > _LARGEST_HEAD_DIM:
-        return f"head_dim is {q[3]} and {v[3]}; it takes equal multiples of 8 up to {_LARGEST_HEAD_DIM}."
+    if (q[3], v[3]) != _LATENT and (q[3] is None or q[3] != v[3] or q[3] % 8 or q[3] > _LARGEST_HEAD_DIM):
+        return (
+            f"head_dim is {q[3]} and {v[3]}; it takes 192 and 128, or equal multiples of 8 up to {_LARGEST_HEAD_DIM}."
+        )
     if request.options.get("causal", "none") == "bottom_right" and (q[1] is None or q[1] != k[1]):
         return f"causal is 'bottom_right' with {q[1]} queries and {k[1]} keys; PyTorch aligns to the top left."
     for name, length in (("queries", q[1]), ("keys", k[1])):

@@ -15,15 +15,15 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_sdpa(head_dim: int, heads: int, kv_heads: int, causal: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_sdpa(head_dim: int, value_dim: int, heads: int, kv_heads: int, causal: str, device: torch.device) -> None:
     case = Case(
         queries=384,
         keys=384,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim,
+        value_dim=value_dim,
         conditions=lambda *_: {"causal": causal},
     )
     inputs = make_inputs(case, BF16, device)

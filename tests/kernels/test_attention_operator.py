@@ -380,6 +380,15 @@ def test_sdpa_supports_plain_and_causal_attention() -> None:
         assert sdpa.supports(request_of(causal=causal)) is None
 
 
+@pytest.mark.parametrize(("dims", "supported"), [((192, 128), True), ((128, 192), False), ((128, 64), False)])
+def test_head_dims_that_differ_of_sdpa(dims: tuple[int, int], supported: bool) -> None:
+    """Those of multi-head latent attention alone are tested on cuDNN."""
+    sdpa = next(kernel for kernel in registry.kernels("attention") if kernel.name == "sdpa")
+    request = request_of(head_dim=dims[0])
+    shapes = {**request.shapes, "v": (*request.shapes["v"][:3], dims[1])}
+    assert (sdpa.supports(dataclasses.replace(request, shapes=shapes)) is None) == supported
+
+
 def test_a_named_back_end_that_cannot_serve_raises() -> None:
     q = heads(4, 1, head_dim=300)
     with pytest.raises(RuntimeError, match="cannot run"):

@@ -14,7 +14,7 @@ from attention_oracle import visible
 from fusion_pass.kernels.attention_ops import problem_of
 from fusion_pass.kernels.hopper import _gate, _supports
 from fusion_pass.kernels.hopper.templates import forward_template
-from fusion_pass.kernels.registry import Kernel, Request
+from fusion_pass.kernels.registry import Kernel, Request, kernels
 
 pytest.importorskip("triton")
 
@@ -309,7 +309,9 @@ def test_what_is_left_to_cudnn(
 def test_backwards_of_192_and_128_lanes_that_are_left_to_cudnn(
     keys: int | None, causal: str, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cudnn = Kernel("sdpa", frozenset({"attention_backward"}), load=lambda: None, available=lambda: None)
+    """By what the `sdpa` back end says it supports, as on a card that has cuDNN."""
+    sdpa = next(kernel for kernel in kernels("attention_backward") if kernel.name == "sdpa")
+    cudnn = replace(sdpa, available=lambda: None, gate=lambda _: None)
     monkeypatch.setattr("fusion_pass.kernels.hopper.kernels", lambda _: (cudnn,))
     shapes = {"q": (4, keys, 16, 192), "k": (4, keys, 16, 192), "v": (4, keys, 16, 128)}
     call = request(shapes=shapes, causal=causal)
