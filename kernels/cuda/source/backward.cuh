@@ -14,6 +14,7 @@
 // (2 E (Hq + Hk) D where there is no norm: x is not read).
 #pragma once
 #include "backward_step.cuh"
+#include "partial.cuh"
 #include "ring.cuh"
 
 struct BackwardArguments {
@@ -27,13 +28,6 @@ struct BackwardArguments {
   double eps;
 };
 static_assert(sizeof(BackwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
-
-constexpr int SUMS = int(NEEDS_WEIGHT) + int(NEEDS_BIAS);
-// Columns of a row of `partial`: q_weight, q_bias, k_weight, k_bias, those that are needed.
-constexpr int Q_COLUMNS = PER_HEAD ? Q_HEADS * HEAD_DIM : HEAD_DIM;
-constexpr int K_COLUMNS = K_HEADS == 0 ? 0 : PER_HEAD ? K_HEADS * HEAD_DIM : HEAD_DIM;
-constexpr int COLUMNS = SUMS * (Q_COLUMNS + K_COLUMNS);
-constexpr int PITCH = (COLUMNS + 7) / 8 * 8;  // of a row, which sums.cuh reads 16 bytes at a time
 
 // Where a lane of the parameters' order lies: the i-th pair of a slot, its first or second member.
 struct Holder {
@@ -133,10 +127,7 @@ __device__ __forceinline__ void walk_staged(const BackwardArguments& args, const
   Ring ring(args, memory, barriers, first_head);
   const Place out(head.is_q ? args.dq : args.dk, head.of_stream, head.is_q);
   Walk here(slice, slices, args.sequence), ahead = here;
-#pragma unroll
-  for (int s = 0; s < STAGES; ++s, ahead.advance()) {
-    if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
-  }
+  fill_all(ring, ahead, args.tokens);
   RotationRaw tables;
   if (TABLES == AHEAD && here.flat < args.tokens) tables.load(args.tables, here.token(), lane);
   Raw<Param> weight;
@@ -169,10 +160,7 @@ __device__ __forceinline__ void walk_staged(const BackwardArguments& args, const
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 norm_rope_backward(const __grid_constant__ BackwardArguments args) {
   wait_for_the_launch_before();
-#if __CUDA_ARCH__ >= 900
-  // reduce.cuh may be set up while this kernel runs; it waits for the end before it reads.
-  if (SUMS > 0) asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  if (SUMS > 0) let_the_next_launch_begin();  // that of the sums, which waits for the end before it reads
   if (V_HEADS > 0 && blockIdx.x >= args.blocks) {
     move_heads<IN_BYTES, DX_BYTES>(args.v_grad, args.dv, blockIdx.x - unsigned(args.blocks), args.tokens, args.sequence);
     return;

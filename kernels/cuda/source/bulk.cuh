@@ -7,6 +7,8 @@ namespace bulk {
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
+constexpr int BARRIER_BYTES = 8;
+
 __device__ __forceinline__ void init(unsigned barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }

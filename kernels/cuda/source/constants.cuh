@@ -7,5 +7,6 @@ struct float16 { unsigned short bits; };
 
 enum Norm { NO_NORM, RMS, RMS_ONE_PLUS, LAYER };
 enum Mrope { NO_MROPE, SECTIONED, INTERLEAVED };
-// cos and sin are loaded: after x and g, before them, a token early, by copies as x and g are, by the warp for all its heads.
+// cos and sin are loaded: after x and g, before them, a token early, by copies as x and g are, by the warp for all its
+// heads.
 enum When { LAST, FIRST, AHEAD, STAGED, HANDED };

@@ -109,11 +109,21 @@ __device__ __forceinline__ void prefetch(const char* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// For exchanges in which the whole warp takes part.
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
 // A launch may be set up while the one before it ends (programmatic dependent launch, sm_90 and later): all threads come
 // here before they touch memory. Without that it costs nothing.
 __device__ __forceinline__ void wait_for_the_launch_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next launch may be set up from here on.
+__device__ __forceinline__ void let_the_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 

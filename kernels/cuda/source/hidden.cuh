@@ -83,7 +83,7 @@ struct Exchange {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
 #pragma unroll
-      for (int n = 0; n < N; ++n) values[n] += __shfl_xor_sync(0xffffffffu, values[n], step);
+      for (int n = 0; n < N; ++n) values[n] += __shfl_xor_sync(ALL_LANES, values[n], step);
     }
     Acc (&place)[SUMS_AT_ONCE][WIDTH] = sums[turn][team.is_q ? 0 : 1];
     if (threadIdx.x % 32 == 0) {

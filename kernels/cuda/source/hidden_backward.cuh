@@ -11,6 +11,7 @@
 // 4 (Hq + Hk) D bytes a block, written and read again.
 #pragma once
 #include "hidden_ring.cuh"
+#include "partial.cuh"
 
 struct HiddenBackwardArguments {
   Heads q_grad, k_grad, v_grad, q, k, dq, dk, dv;
@@ -23,15 +24,8 @@ struct HiddenBackwardArguments {
 };
 static_assert(sizeof(HiddenBackwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
-// Accesses that are narrower than the host planned, because an address is, are none that a bulk copy takes.
-constexpr bool WALKS_STAGED =
-    STAGES > 0 && IN_BYTES == 16 && GRAD_BYTES == 16 && (!STAGED_TABLES || TABLE_BYTES == 16);
+constexpr bool WALKS_STAGED = STAGES > 0 && IN_BYTES == 16 && GRAD_BYTES == 16 && COPIES_TABLES;
 using Ring = RowRing<2, WALKS_STAGED>;
-constexpr int SUMS = int(NEEDS_WEIGHT) + int(NEEDS_BIAS);
-// Columns of a row of `partial`: q_weight, q_bias, k_weight, k_bias, those that are needed.
-constexpr int Q_COLUMNS = Q_HEADS * HEAD_DIM, K_COLUMNS = K_HEADS * HEAD_DIM;
-constexpr int PITCH = (SUMS * (Q_COLUMNS + K_COLUMNS) + 7) / 8 * 8;  // of a row, which sums.cuh reads 16 bytes at a time
-
 // A thread's sums for one head of a row of `partial`.
 __device__ __forceinline__ void store_sums(Acc* row, int head, const Tile& sum, const Lane& lane, bool exists) {
   constexpr int BYTES = PAIRS * int(sizeof(Acc)) < 16 ? PAIRS * int(sizeof(Acc)) : 16;
@@ -56,16 +50,8 @@ norm_rope_hidden_backward(const __grid_constant__ HiddenBackwardArguments args) 
   Exchange exchange(exchanged);
   Walk here(blockIdx.x, unsigned(args.blocks), args.sequence), ahead = here;
   wait_for_the_launch_before();
-#if __CUDA_ARCH__ >= 900
-  // The launch of the sums may be set up while this kernel runs; it waits for the end before it reads.
-  if (SUMS > 0) asm volatile("griddepcontrol.launch_dependents;");
-#endif
-  if (WALKS_STAGED) {
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s, ahead.advance()) {
-      if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
-    }
-  }
+  if (SUMS > 0) let_the_next_launch_begin();  // that of the sums, which waits for the end before it reads
+  if (WALKS_STAGED) fill_all(ring, ahead, args.tokens);
   const Places to(team.is_q ? args.dq : args.dk, team, lane);
   const bool stores = to.heads.base != nullptr;
   Raw<Param> weight[UNROLL];

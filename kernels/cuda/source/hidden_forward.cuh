@@ -17,8 +17,7 @@ struct HiddenForwardArguments {
 };
 static_assert(sizeof(HiddenForwardArguments) == 8 * ARGUMENT_WORDS, "the host packs these arguments in another way");
 
-// Accesses that are narrower than the host planned, because an address is, are none that a bulk copy takes.
-constexpr bool WALKS_STAGED = STAGES > 0 && IN_BYTES == 16 && (!STAGED_TABLES || TABLE_BYTES == 16);
+constexpr bool WALKS_STAGED = STAGES > 0 && IN_BYTES == 16 && COPIES_TABLES;
 using Ring = RowRing<1, WALKS_STAGED>;
 // y = r R(x w): without a bias only r has to wait for the sum.
 constexpr bool SCALES_LAST = !HAS_BIAS;
@@ -50,12 +49,7 @@ norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
   Exchange exchange(sums);
   Walk here(blockIdx.x, unsigned(args.blocks), args.sequence), ahead = here;
   wait_for_the_launch_before();
-  if (WALKS_STAGED) {
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s, ahead.advance()) {
-      if (ahead.flat < args.tokens) ring.fill(s, ahead.token());
-    }
-  }
+  if (WALKS_STAGED) fill_all(ring, ahead, args.tokens);
   const Places to(team.is_q ? args.q_out : args.k_out, team, lane);
   Raw<Param> weight[UNROLL], bias[UNROLL];
 #pragma unroll
@@ -115,7 +109,8 @@ norm_rope_hidden_forward(const __grid_constant__ HiddenForwardArguments args) {
     for (int u = 0; u < UNROLL; ++u) {
       scale(y[u], r);
       if (!SCALES_LAST) weigh_and_rotate(y[u], weight[u], bias[u], rotation, lane);
-      store_head<OUT_BYTES>(WRITE, to.at(token, u, team, lane), lane, pack_tile<Out>(WRITE, y[u], lane), team.exists(u, lane));
+      char* const out = to.at(token, u, team, lane);
+      store_head<OUT_BYTES>(WRITE, out, lane, pack_tile<Out>(WRITE, y[u], lane), team.exists(u, lane));
     }
   }
 }

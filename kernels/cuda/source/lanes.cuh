@@ -146,15 +146,15 @@ __device__ __forceinline__ Acc head_sum(Acc value, const Lane& lane) {
   if (ODD > 1) {
     Acc total = 0;
 #pragma unroll
-    for (int j = 0; j < ODD; ++j) total += __shfl_sync(0xffffffffu, value, first + within + j * POWER_OF_2);
+    for (int j = 0; j < ODD; ++j) total += __shfl_sync(ALL_LANES, value, first + within + j * POWER_OF_2);
     value = total;
   }
 #pragma unroll
   for (int step = POWER_OF_2 / 2; step > 0; step /= 2) {
     if (ODD > 1) {
-      value += __shfl_sync(0xffffffffu, value, first + (within ^ step));
+      value += __shfl_sync(ALL_LANES, value, first + (within ^ step));
     } else {
-      value += __shfl_xor_sync(0xffffffffu, value, step);
+      value += __shfl_xor_sync(ALL_LANES, value, step);
     }
   }
   return value;

@@ -6,21 +6,16 @@
 // again. A lane has at most one copy, the same for every token: some heads of x or of g, or a piece of a table's row.
 // A sectioned MRoPE table is put together by its copies, so that a slot holds one row of it.
 #pragma once
-#include "bulk.cuh"
-#include "streams.cuh"
+#include "stages.cuh"
 
-constexpr bool STAGED_TABLES = TABLES == STAGED && ROTATES;
-constexpr bool STAGED_HEADS = STAGES > 0 && HAS_X && IN_BYTES == 16 && GRAD_BYTES == 16;
-// Accesses that are narrower than the host planned, because an address is, are none that a bulk copy takes.
-constexpr bool WALKS_STAGED = STAGED_HEADS && (!STAGED_TABLES || TABLE_BYTES == 16);
+constexpr bool WALKS_STAGED = STAGES > 0 && HAS_X && IN_BYTES == 16 && GRAD_BYTES == 16 && COPIES_TABLES;
 
-struct Ring {
+struct Ring : SlotRing {
   static constexpr int X_HEAD = HEAD_DIM * int(sizeof(In)), G_HEAD = HEAD_DIM * int(sizeof(Grad));  // bytes
-  static constexpr int ENTRIES = PER_LANE ? ROTARY_DIM : ROTARY_DIM / 2, TABLE = ENTRIES * int(sizeof(Table));
-  static constexpr int G = HEADS_PER_WARP * X_HEAD, COS = G + HEADS_PER_WARP * G_HEAD, SIN = COS + TABLE;
-  static constexpr int SLOT = STAGED_TABLES ? SIN + TABLE : COS, WARP = STAGES * SLOT;
+  static constexpr int G = HEADS_PER_WARP * X_HEAD, COS = G + HEADS_PER_WARP * G_HEAD, SIN = COS + TABLE_ROW_BYTES;
+  static constexpr int SLOT = STAGED_TABLES ? SIN + TABLE_ROW_BYTES : COS, WARP = STAGES * SLOT;
   static_assert(!WALKS_STAGED || (X_HEAD % 16 == 0 && G_HEAD % 16 == 0), "what a bulk copy takes");
-  static_assert(!STAGED_TABLES || (TABLE % 16 == 0 && MROPE != INTERLEAVED), "what a bulk copy takes");
+  static_assert(!STAGED_TABLES || MROPE != INTERLEAVED, "neighbouring entries are of different rows");
 
   // Copies of a token: of x, as many of g, and of either table.
   static constexpr int A_COPY = HEADS_A_COPY < HEADS_PER_WARP ? HEADS_A_COPY : HEADS_PER_WARP;
@@ -28,49 +23,30 @@ struct Ring {
   static constexpr int PIECES = !STAGED_TABLES ? 0 : MROPE == NO_MROPE ? 1 : PER_LANE && !WRITES_ADJACENT ? 6 : 3;
   static_assert(!WALKS_STAGED || 2 * (RUNS + PIECES) <= 32, "a lane has one copy");
 
-  // This lane's copy.
-  const char* from;
-  long long batch, token;  // strides
-  int size;  // 0: none
-  unsigned to;  // within a slot
-
-  unsigned slots, barriers;  // of this warp
-  unsigned bytes;  // of all its copies of one token
-  int stage;  // the next slot to be taken from
-  unsigned parity;  // of its barrier
+  LaneCopy mine;
+  unsigned bytes;  // of all copies of one token
 
   template <class Arguments>
   __device__ Ring(const Arguments& args, const char* memory, const unsigned long long* all_barriers, int first_head)
-      : from(nullptr), batch(0), token(0), size(0), to(0), stage(0), parity(0) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    slots = bulk::shared_address(memory) + warp * WARP;
-    barriers = bulk::shared_address(all_barriers) + warp * STAGES * 8;
+      : SlotRing(bulk::shared_address(memory) + threadIdx.x / 32 * WARP,
+                 bulk::shared_address(all_barriers) + threadIdx.x / 32 * (STAGES * bulk::BARRIER_BYTES)) {
+    const int lane = threadIdx.x % 32;
     bytes = at_most(HEADS - first_head) * (X_HEAD + G_HEAD) + (SLOT - COS);
     if (lane < 2 * RUNS) {
       copies_heads(args, first_head, lane % RUNS, lane < RUNS);
     } else if (lane < 2 * (RUNS + PIECES)) {
       copies_table(args.tables, lane - 2 * RUNS);
     }
-    if (lane == 0) {
-#pragma unroll
-      for (int s = 0; s < STAGES; ++s) bulk::init(barriers + s * 8);
-      bulk::fence();  // the copies see barriers that are set up
-    }
+    if (lane == 0) set_up();
     __syncwarp();
   }
 
   // Slot `s`, which nobody reads from any more, is to hold this token.
   __device__ __forceinline__ void fill(int s, const Token& of) const {
-    const unsigned barrier = barriers + s * 8;
-    if (threadIdx.x % 32 == 0) bulk::expect(barrier, bytes);
-    if (size > 0) {
-      const char* const source = from + (BATCHED ? of.batch * batch : 0) + of.index * token;
-      bulk::copy(slots + s * SLOT + to, source, size, barrier);
-    }
+    if (threadIdx.x % 32 == 0) bulk::expect(barrier(s), bytes);
+    mine.start(of, slots + s * SLOT, barrier(s));
   }
 
-  // The next token is there.
-  __device__ __forceinline__ void wait() const { bulk::wait(barriers + stage * 8, parity); }
   __device__ __forceinline__ Raw<In> x(const Lane& lane, bool active) const {
     return bulk::take_head<In>(READ, slots + stage * SLOT + lane.head * X_HEAD, lane, active);
   }
@@ -88,10 +64,6 @@ struct Ring {
     bulk::fence();
     __syncwarp();
   }
-  __device__ __forceinline__ void advance() {
-    stage = stage + 1 < STAGES ? stage + 1 : 0;
-    parity ^= stage == 0;
-  }
 
  private:
   __device__ static int at_most(int heads) { return heads < HEADS_PER_WARP ? heads : HEADS_PER_WARP; }
@@ -107,28 +79,29 @@ struct Ring {
     const Head head(first_head + first, true);
     const Heads& heads = of_x ? (head.is_q ? args.q : args.k) : (head.is_q ? args.q_grad : args.k_grad);
     const int of_a_head = of_x ? X_HEAD : G_HEAD;
-    from = heads.at({0, 0}, head.of_stream, head.is_q);
-    batch = heads.batch;
-    token = heads.token;
-    size = (left < A_COPY ? left : A_COPY) * of_a_head;
-    to = (of_x ? 0 : G) + first * of_a_head;
+    mine.from = heads.at({0, 0}, head.of_stream, head.is_q);
+    mine.batch = heads.batch;
+    mine.token = heads.token;
+    mine.bytes = (left < A_COPY ? left : A_COPY) * of_a_head;
+    mine.to = (of_x ? 0 : G) + first * of_a_head;
   }
 
   // Of cos, then of sin: the row, or a section of it (twice where the row has an entry a lane, halves after halves).
   __device__ void copies_table(const Tables& tables, int piece) {
     const bool of_cos = piece < PIECES;
     const int part = of_cos ? piece : piece - PIECES, row = part % 3;
-    int begin = 0, count = ENTRIES;
+    int begin = 0, count = TABLE_ENTRIES;
     if (MROPE == SECTIONED) {
       constexpr int ENTRIES_A_PAIR = PER_LANE && WRITES_ADJACENT ? 2 : 1, REST = ROTARY_DIM / 2 - SECTION_T - SECTION_H;
       begin = (row == 0 ? 0 : row == 1 ? SECTION_T : SECTION_T + SECTION_H) * ENTRIES_A_PAIR;
       begin += part >= 3 ? ROTARY_DIM / 2 : 0;
       count = (row == 0 ? SECTION_T : row == 1 ? SECTION_H : REST) * ENTRIES_A_PAIR;
     }
-    from = (of_cos ? tables.cos : tables.sin) + (MROPE == SECTIONED ? row * tables.row : 0) + begin * int(sizeof(Table));
-    batch = tables.batch;
-    token = tables.token;
-    size = count * int(sizeof(Table));
-    to = (of_cos ? COS : SIN) + begin * int(sizeof(Table));
+    mine.from = (of_cos ? tables.cos : tables.sin) + (MROPE == SECTIONED ? row * tables.row : 0);
+    mine.from += begin * int(sizeof(Table));
+    mine.batch = tables.batch;
+    mine.token = tables.token;
+    mine.bytes = count * int(sizeof(Table));
+    mine.to = (of_cos ? COS : SIN) + begin * int(sizeof(Table));
   }
 };

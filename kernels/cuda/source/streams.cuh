@@ -50,7 +50,8 @@ struct Place {
 
 // v is only moved, by blocks of its own, which come after those of the heads: the warps of the heads all have the same to
 // do, and these blocks fill the card while the last of those end. A thread moves VECTORS_A_THREAD vectors.
-constexpr int VECTORS_A_HEAD = HEAD_DIM / PAIRS, VECTORS_A_TOKEN = V_HEADS * VECTORS_A_HEAD, VECTORS_A_THREAD = 4;
+constexpr int VECTORS_A_HEAD = HEAD_DIM / PAIRS, VECTORS_A_THREAD = 4;
+constexpr int VECTORS_A_TOKEN = (V_HEADS > 0 ? V_HEADS : 1) * VECTORS_A_HEAD;  // a divisor, also where v is not moved
 
 __device__ __forceinline__ char* vector_address(const Heads& v, long long flat, int vector, long long sequence) {
   char* const head = v.at(token_at(unsigned(flat), sequence), vector / VECTORS_A_HEAD, false);

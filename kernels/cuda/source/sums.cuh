@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_rows(const Sums& args, unsigned block) {
 #pragma unroll
   for (int apart = ACROSS; apart < 32; apart *= 2) {
 #pragma unroll
-    for (int j = 0; j < WIDTH; ++j) total[j] += __shfl_xor_sync(0xffffffffu, total[j], apart);
+    for (int j = 0; j < WIDTH; ++j) total[j] += __shfl_xor_sync(ALL_LANES, total[j], apart);
   }
   if (threadIdx.x % 32 < ACROSS) {
 #pragma unroll

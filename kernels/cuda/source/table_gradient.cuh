@@ -29,8 +29,8 @@ __device__ __forceinline__ void sum_over_heads(Tile& x, const Lane& lane) {
       Acc a = 0, b = 0;
 #pragma unroll
       for (int h = 0; h < HEADS_PER_WARP; ++h) {
-        a += __shfl_sync(0xffffffffu, x.a[c][i], h * THREADS_PER_HEAD + lane.slot);
-        b += __shfl_sync(0xffffffffu, x.b[c][i], h * THREADS_PER_HEAD + lane.slot);
+        a += __shfl_sync(ALL_LANES, x.a[c][i], h * THREADS_PER_HEAD + lane.slot);
+        b += __shfl_sync(ALL_LANES, x.b[c][i], h * THREADS_PER_HEAD + lane.slot);
       }
       x.a[c][i] = a;
       x.b[c][i] = b;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_entries(Acc* row, const Tile& x, const Lan
 
 __device__ __forceinline__ Acc warp_sum(Acc value) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(ALL_LANES, value, step);
   return value;
 }
 

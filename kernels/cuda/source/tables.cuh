@@ -158,7 +158,8 @@ struct RotationRaw {
     const Rows rows(tables, token);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-      const int of_slot = PER_LANE ? vector_lane(WRITE, lane.slot, v) - ROTARY_START : pair_index(lane.slot, v * (PAIRS / 2));
+      const int of_slot =
+          PER_LANE ? vector_lane(WRITE, lane.slot, v) - ROTARY_START : pair_index(lane.slot, v * (PAIRS / 2));
       const int pair = pair_of_entry(of_slot);
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) {
