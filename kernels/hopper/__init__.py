@@ -131,7 +131,7 @@ def _planes(request: Request) -> int:
 
 
 def _faster_by_cudnn(request: Request) -> str | None:
-    """The calls that were slower here than with cuDNN, with the ratio of the speeds, or not measured (docs/hopper.md)."""
+    """The calls that were slower here than with cuDNN (ratio of the speeds), or not measured (docs/hopper.md)."""
     keys = request.shapes["k"][1]
     head_dim = max(request.shapes["q"][-1] or 0, request.shapes["v"][-1] or 0)
     dims = request.shapes["q"][-1], request.shapes["v"][-1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compiling import as_it_is, eager
-from test_every_model import (
+from every_model import (
     GRAPH_BREAKS,
     ONE_SIZE,
     Combination,
