@@ -34,8 +34,8 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
     before = _text(module) if texts else ""
     verifier = Verifier(config)
     with _no_collection():
-        sites = [site for graph_module in _bodies_first(module) for site in _fuse_one(graph_module, config, verifier)]
-    report.log.debug("fused %d sites in %.1f ms", len(sites), 1e3 * (time.perf_counter() - started))
+        sites = [record for body in _bodies_first(module) for record in _fuse_one(body, config, verifier)]
+    report.log.debug("%d places read in %.1f ms", len(sites), 1e3 * (time.perf_counter() - started))
     return Report(tuple(sites), before, _text(module) if texts else "", graph_id())
 
 
@@ -76,18 +76,68 @@ def _is_new_attempt() -> bool:
 
 
 def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) -> list[SiteReport]:
+    """Fuse in one graph, without those that it calls. Returns the record of every place, in the graph's order."""
     failures: list[SiteReport] = []
     found = recognise.places(module.graph, config, failures)
+    sites = _Sites(module.graph, config, verifier)
+    index_of = {id(place): index for index, place in enumerate(found)}
     records: dict[int, SiteReport] = {}
-    taken: set[fx.Node] = set()
-    renamed: dict[fx.Node, fx.Node] = {}
-    repeats, views, stops = Repeats(), rewrite.Views(module.graph), Stops(module.graph)
+    joined: set[int] = set()
+    for block in recognise.whole_blocks(module.graph, found, config, failures):
+        record = sites.fuse(block.site)
+        if record.status == report.FUSED:
+            records[index_of[id(block.attention)]] = record
+            joined.add(index_of[id(block.norm_rope)])
+        elif record.status == report.FAILED:
+            failures.append(record)
+        # Skipped: its parts are tried below, each with its own reason.
+    for index, place in _largest_first(found):
+        if index in records or index in joined:
+            continue
+        if isinstance(place, Refusal):
+            records[index] = report.skipped(place, place.reason)
+        elif sites.overlap(place):
+            records[index] = report.skipped(place, "The place is part of a larger fusion.")
+        else:
+            records[index] = sites.fuse(place)
+    if sites.renamed:
+        module.recompile()
+    return [*(records[index] for index in range(len(found)) if index not in joined), *failures]
 
-    def applied(plan: Planned) -> SiteReport:
-        verifier.check(plan)
-        taken.update(plan.site.region)
+
+class _Sites:
+    """The sites of one graph that have become calls, and what the next one has to know of them."""
+
+    def __init__(self, graph: fx.Graph, config: FusionConfig, verifier: Verifier) -> None:
+        self._config = config
+        self._verifier = verifier
+        self._taken: set[fx.Node] = set()
+        self.renamed: dict[fx.Node, fx.Node] = {}
+        """Which node took the place of which."""
+        self._repeats, self._views, self._stops = Repeats(), rewrite.Views(graph), Stops(graph)
+
+    def overlap(self, site: Site) -> bool:
+        """Whether a part of `site` has become part of another call."""
+        return not self._taken.isdisjoint(site.region)
+
+    def fuse(self, site: Site) -> SiteReport:
+        """Plan, verify and rewrite `site`; its record, which says why not where it is left alone."""
         try:
-            renamed.update(rewrite.apply(plan, views))
+            plan = plan_site(site, self._config, self.renamed, self._repeats, self._stops)
+        except Unplannable as reason:
+            return report.skipped(site, str(reason))
+        except FusionError:
+            raise
+        except Exception as error:
+            return recognise.failure("Planning", site.fusion, site.layer, error, self._config)
+        self._verifier.check(plan)
+        self._taken.update(site.region)
+        self._rewrite(plan)
+        return report.fused(plan)
+
+    def _rewrite(self, plan: Planned) -> None:
+        try:
+            self.renamed.update(rewrite.apply(plan, self._views))
         except Exception as error:
             # What can fail has failed in the plan. This is a bug of the pass, and the graph may be neither old nor new.
             site = plan.site
@@ -95,42 +145,6 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
                 f"Rewriting {site.fusion} of {site.layer!r} raised {recognise.in_words(error)}. The graph may be half "
                 f"rewritten, so it is not compiled. skip_fusions=({site.fusion!r},) leaves such places alone."
             ) from error
-        return report.fused(plan)
-
-    def planned(site: Site) -> Planned | SiteReport:
-        """The plan of `site`, or the record of why there is none."""
-        try:
-            return plan_site(site, config, renamed, repeats, stops)
-        except Unplannable as reason:
-            return report.skipped(site, str(reason))
-        except FusionError:
-            raise
-        except Exception as error:
-            return recognise.failure("Planning", site.fusion, site.layer, error, config)
-
-    index_of = {id(place): index for index, place in enumerate(found)}
-    joined: set[int] = set()
-    for block in recognise.whole_blocks(module.graph, found, config, failures):
-        plan = planned(block.site)
-        if isinstance(plan, Planned):
-            records[index_of[id(block.attention)]] = applied(plan)
-            joined.add(index_of[id(block.norm_rope)])
-        elif plan.status == report.FAILED:
-            failures.append(plan)
-        # Skipped: its parts are tried below, each with its own reason.
-    for index, place in _largest_first(found):
-        if index in records or index in joined:
-            continue
-        if isinstance(place, Refusal):
-            records[index] = report.skipped(place, place.reason)
-        elif not taken.isdisjoint(place.region):
-            records[index] = report.skipped(place, "The place is part of a larger fusion.")
-        else:
-            plan = planned(place)
-            records[index] = applied(plan) if isinstance(plan, Planned) else plan
-    if renamed:
-        module.recompile()
-    return [*(records[index] for index in range(len(found)) if index not in joined), *failures]
 
 
 def _largest_first(found: list[Site | Refusal]) -> Iterator[tuple[int, Site | Refusal]]:
