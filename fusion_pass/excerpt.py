@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_pass.graph.vocabulary import fake, written_arguments
+from fusion_pass.graph.vocabulary import CALLS, fake
+from fusion_pass.graph.writes import written_arguments
 from fusion_pass.plan import OUTSIDE_KERNEL, Planned
 
 ACTIVATIONS = frozenset({"q", "k", "v", "x", "qkv"})
@@ -65,7 +66,7 @@ def _cuts(plan: Planned) -> frozenset[fx.Node]:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    while node.op in ("call_function", "call_method") and _name(node) in _VIEWS and isinstance(node.args[0], fx.Node):
+    while node.op in CALLS and _name(node) in _VIEWS and isinstance(node.args[0], fx.Node):
         parent = node.args[0]
         if not isinstance(fake(parent), torch.Tensor) and _name(parent) not in _VIEWS:
             break  # one of several results, such as that of another fused call

@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
 from fusion_pass.graph.site import Step
-from fusion_pass.graph.vocabulary import fake, is_foreign, memory_of, written_arguments
+from fusion_pass.graph.vocabulary import fake, is_foreign, memory_of
+from fusion_pass.graph.writes import written_arguments
 
 _READS_STRIDES = frozenset(
     {"as_strided", "as_strided_scatter", "stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"}

@@ -10,7 +10,7 @@ rewritten whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,7 +26,8 @@ from fusion_pass.errors import FusionError
 from fusion_pass.graph.gradients import GRAD_MODE, Stops
 from fusion_pass.graph.repeats import facts
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step, changed
-from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, reads_no_numbers, written_arguments
+from fusion_pass.graph.vocabulary import fake, fake_tensor, operation, reads_no_numbers, reordered_axes
+from fusion_pass.graph.writes import written_arguments
 from fusion_pass.kernels import registry
 from fusion_pass.layout import first_layout_reader, returned_detached, same_layout, same_size, steps_to_layout
 
@@ -225,24 +226,8 @@ def _takes_back(step: Step, node: fx.Node) -> bool:
     if operation(node) not in ("transpose", "permute") or node.kwargs or fake_tensor(node.args[0]) is None:
         return False
     rank = fake(node).dim()
-    there, back = _permutation(operation(node), node.args[1:], rank), _permutation(step.method, step.args, rank)
+    there, back = reordered_axes(operation(node), node.args[1:], rank), reordered_axes(step.method, step.args, rank)
     return there is not None and back is not None and [there[axis] for axis in back] == list(range(rank))
-
-
-def _permutation(method: str, args: Sequence[object], rank: int) -> list[int] | None:
-    """For each axis of the result of a transposition the axis it was; None if the call is none."""
-    if method == "permute" and len(args) == 1 and isinstance(args[0], tuple | list):
-        args = args[0]
-    axes = [axis % rank for axis in args if isinstance(axis, int)]
-    if len(axes) != len(args):
-        return None
-    if method == "permute" and len(axes) == rank:
-        return axes
-    if method == "transpose" and len(axes) == 2:
-        order = list(range(rank))
-        order[axes[0]], order[axes[1]] = axes[1], axes[0]
-        return order
-    return None
 
 
 def _check_single_reader(site: Site) -> None:

@@ -11,7 +11,8 @@ from torch import fx
 
 from fusion_pass.graph.gradients import GRAD_MODE
 from fusion_pass.graph.site import Step
-from fusion_pass.graph.vocabulary import fake, operation, written_arguments
+from fusion_pass.graph.vocabulary import fake, operation
+from fusion_pass.graph.writes import written_arguments
 from fusion_pass.plan import Moved, Planned
 
 

@@ -24,7 +24,7 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand, Step
-from fusion_pass.graph.vocabulary import Size, fake_tensor, holds, operation, size, sizes
+from fusion_pass.graph.vocabulary import CALLS, Size, fake_tensor, holds, operation, reordered_axes, size, sizes
 
 from .literals import number_times
 
@@ -127,7 +127,7 @@ def _said(heads: Heads) -> tuple[object, ...]:
 def _parent(effects: Effects, heads: Heads, reader: fx.Node, anchor: fx.Node, scaled: bool) -> Heads | None:
     """`heads` read one node further upstream, or None."""
     node = heads.node
-    if node.op not in ("call_function", "call_method") or effects.last_write(node, reader) is not None:
+    if node.op not in CALLS or effects.last_write(node, reader) is not None:
         return None
     found = _moved(heads) or _repeated(heads) or _unsplit(heads) or _joined_to_nothing(heads) or _upcast(heads)
     if found is None and scaled:
@@ -167,37 +167,17 @@ def moved_axes(node: fx.Node) -> list[int] | None:
     parent = _source(node)
     if parent is None:
         return None
-    rank, name = _tensor(parent).dim(), operation(node)
-    axes = list(range(rank))
-    args = [*node.args[1:], *node.kwargs.values()]
-    if name == "transpose" and len(args) == 2 and all(isinstance(a, int) for a in args):
-        a, b = (cast(int, d) % rank for d in args)
-        axes[a], axes[b] = axes[b], axes[a]
-        return axes
-    if name in ("t", "numpy_T"):
-        return axes[::-1]
-    if name == "mT":
-        return [*axes[:-2], axes[-1], axes[-2]]
-    if name == "permute":
-        dims = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
-        if all(isinstance(d, int) for d in dims):
-            return [cast(int, d) % rank for d in cast(Sequence[object], dims)]
-    return None
+    arguments = () if node.target is getattr else (*node.args[1:], *node.kwargs.values())
+    return reordered_axes(operation(node), arguments, _tensor(parent).dim())
+
+
+_MAY_KEEP_EVERYTHING = frozenset("contiguous clone view to _to_copy alias float type_as".split())
 
 
 def keeps_everything(node: fx.Node) -> bool:
     """Whether `node` has the values, the shape and the dtype of its first argument."""
     parent = _source(node)
-    if parent is None or operation(node) not in (
-        "contiguous",
-        "clone",
-        "view",
-        "to",
-        "_to_copy",
-        "alias",
-        "float",
-        "type_as",
-    ):
+    if parent is None or operation(node) not in _MAY_KEEP_EVERYTHING:
         return False
     before, after = _tensor(parent), _tensor(node)
     return sizes(before) == sizes(after) and before.dtype == after.dtype and before.device == after.device

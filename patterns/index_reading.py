@@ -15,16 +15,8 @@ from torch import fx
 
 from fusion_pass.graph.depth import Depth
 from fusion_pass.graph.effects import Effects
-from fusion_pass.graph.vocabulary import (
-    MOVEMENTS,
-    fake,
-    fake_tensor,
-    in_place,
-    operation,
-    size,
-    sizes,
-    written_arguments,
-)
+from fusion_pass.graph.vocabulary import MOVEMENTS, fake, fake_tensor, in_place, operation, size, sizes
+from fusion_pass.graph.writes import written_arguments
 
 from . import index_movement, index_runs  # register their operations  # noqa: F401
 from . import index_terms as terms

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fusion_pass.graph.effects import Effects
-from fusion_pass.graph.vocabulary import fake_tensor, operation
+from fusion_pass.graph.vocabulary import CALLS, fake_tensor, operation
 from fusion_pass.kernels.attention_problem import mask_floor
 
 from .literals import constant
@@ -25,7 +25,7 @@ from .masked_scores import MaskTerm, Meaning
 def take_apart(effects: Effects, mask: MaskTerm) -> list[MaskTerm]:
     """The bias and the mask that an additive `mask` is made of; else `mask` alone."""
     node = mask.node
-    if mask.meaning is not Meaning.ADDED or node.op not in ("call_function", "call_method") or node.kwargs:
+    if mask.meaning is not Meaning.ADDED or node.op not in CALLS or node.kwargs:
         return [mask]
     find = _RULES.get(operation(node))
     parts = None if find is None else find(effects, mask, *node.args)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from fusion_pass.graph import lanes
+from fusion_pass.graph import lanes, reshape
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.evaluate import Escaped, Evaluator, Study
 from fusion_pass.graph.lanes import Opaque, Value
@@ -126,7 +126,7 @@ def _moved(value: Value, step: Step) -> Value:
     if step.method == "unsqueeze":
         return lanes.add_axis(value, args[0])
     if step.method == "unflatten":
-        return lanes.view(value, (*value.shape[:-1], *args[1]))
+        return reshape.view(value, (*value.shape[:-1], *args[1]))
     raise Opaque(step.method)
 
 

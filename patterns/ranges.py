@@ -17,7 +17,7 @@ from torch import fx
 
 from fusion_pass.graph.depth import Depth
 from fusion_pass.graph.effects import Effects
-from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, Size, fake_tensor, operation, sizes
+from fusion_pass.graph.vocabulary import CALLS, CASTS, MOVEMENTS, Size, fake_tensor, operation, sizes
 
 Range: TypeAlias = tuple[float, float]
 """The least and the largest number, both finite."""
@@ -75,7 +75,7 @@ class Ranges:
 
     def _of_call(self, node: fx.Node) -> Range | None:
         rule = _RULES.get(operation(node))
-        if rule is None or node.op not in ("call_function", "call_method"):
+        if rule is None or node.op not in CALLS:
             return None
         try:
             return rule(self, node, *node.args, **node.kwargs)

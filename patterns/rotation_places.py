@@ -13,7 +13,8 @@ from torch import fx
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.lanes import product
 from fusion_pass.graph.region import inputs, modelled, upstream
-from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake_tensor, holds, operation, sizes, written_arguments
+from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake_tensor, holds, operation, sizes
+from fusion_pass.graph.writes import written_arguments
 
 _SUMS = frozenset("add sub addcmul cat stack view_as_real sum einsum".split())
 """What ends a rotation: `x cos + rotated(x) sin`, or its two halves joined."""

@@ -19,7 +19,7 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand
-from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, in_place, operation
+from fusion_pass.graph.vocabulary import CALLS, Size, fake_tensor, first_argument, in_place, operation
 from fusion_pass.kernels.attention_problem import mask_floor
 
 from .facts import Refused
@@ -71,7 +71,7 @@ class Parser:
 
     def scores(self, node: fx.Node) -> Scores | None:
         """The scores that `node` holds."""
-        if node.op not in ("call_function", "call_method") or self._depth > MAX_STEPS or fake_tensor(node) is None:
+        if node.op not in CALLS or self._depth > MAX_STEPS or fake_tensor(node) is None:
             return None
         name = _name(node)
         rule = _RULES.get(name)

@@ -20,6 +20,12 @@ from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake_tensor, operatio
 from .facts import Array, Refused
 from .rotary import TOLERANCE, equal
 
+_FOLLOWED = MOVEMENTS | CASTS | set("neg add repeat_interleave repeat view_as_real complex real imag".split())
+"""What a table is looked for behind."""
+
+_IN_PIECES = frozenset({"split", "chunk", "unbind"})
+"""Operations whose result is no tensor but several."""
+
 
 def candidates(frontier: Iterable[fx.Node]) -> list[fx.Node]:
     """Nodes read by a region, then what they are views or casts of, nearest first."""
@@ -27,24 +33,13 @@ def candidates(frontier: Iterable[fx.Node]) -> list[fx.Node]:
     queue = list(found)
     while queue:
         node = queue.pop(0)
-        if operation(node) in MOVEMENTS | CASTS | {
-            "neg",
-            "add",
-            "repeat_interleave",
-            "repeat",
-            "view_as_real",
-            "complex",
-            "real",
-            "imag",
-        }:
-            for parent in node.all_input_nodes:
-                if (parent not in found and fake_tensor(parent) is not None) or operation(parent) in (
-                    "split",
-                    "chunk",
-                    "unbind",
-                ):
-                    found.setdefault(parent)
-                    queue.append(parent)
+        if operation(node) not in _FOLLOWED:
+            continue
+        for parent in node.all_input_nodes:
+            fresh = parent not in found and fake_tensor(parent) is not None
+            if fresh or operation(parent) in _IN_PIECES:
+                found.setdefault(parent)
+                queue.append(parent)
     return [node for node in found if fake_tensor(node) is not None]
 
 

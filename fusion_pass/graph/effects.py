@@ -15,7 +15,8 @@ from functools import cached_property
 from torch import fx
 
 from .forms import Forms
-from .vocabulary import memory_of, operation, written_arguments
+from .vocabulary import CALLS, memory_of, operation
+from .writes import written_arguments
 
 _shared: ContextVar[dict[fx.Graph, Effects] | None] = ContextVar("shared effects", default=None)
 
@@ -119,7 +120,7 @@ class Effects:
             for key in {self.storage(target) for target in written_arguments(write)}:
                 views_of_results = set[fx.Node]()
                 for node in self._sharing.get(key, ()) if key is not None else ():
-                    if node.op not in ("call_function", "call_method"):
+                    if node.op not in CALLS:
                         return write, node
                     if node in results or not views_of_results.isdisjoint(node.all_input_nodes):
                         views_of_results.add(node)

@@ -18,7 +18,9 @@ from . import arithmetic, lanes, movement, operations  # registers the operation
 from .depth import Depth
 from .effects import Effects
 from .lanes import WORLDS, Array, Mixed, Opaque, Promote, Source, Value
-from .vocabulary import CASTS, MOVEMENTS, Size, fake, fake_tensor, in_place, operation, sizes, written_arguments
+from .overwrite import overwrite
+from .vocabulary import CALLS, CASTS, MOVEMENTS, Size, fake, fake_tensor, in_place, operation, sizes
+from .writes import written_arguments
 
 T = TypeVar("T")
 
@@ -114,8 +116,7 @@ class Evaluator:
             self.scalars[key] = (Value((), np.abs(self.random(key, (WORLDS, 1))), {}), meaning)
         return self.scalars[key][0]
 
-    # --- versions of memory
-    # ----------------------------------------------------------------------------------------------------------
+    # --- versions of memory -------------------------------------------------------------------------------------------
 
     def _version(self, node: fx.Node, write: fx.Node | None) -> Any:
         """`node` after `write`, the last write to its memory that counts; None: as it was computed."""
@@ -141,7 +142,7 @@ class Evaluator:
         return value
 
     def _plain(self, node: fx.Node) -> Any:
-        if node.op not in ("call_function", "call_method"):
+        if node.op not in CALLS:
             raise Opaque(node.op)
         if written_arguments(node):
             target = node.args[0] if node.args else None
@@ -225,13 +226,10 @@ class Evaluator:
         args = self._arguments(write.args, write)
         return operations.tensor(operations.apply(self, write, changed_by, args, self._arguments(write.kwargs, write)))
 
-    # --- sources ----------------------------------------------------------------------------------------------------
-    # -----------------
+    # --- sources ------------------------------------------------------------------------------------------------------
 
     def _opaque(self, node: fx.Node, write: fx.Node | None) -> Any:
-        return self._source(node, write)
-
-    def _source(self, node: fx.Node, write: fx.Node | None) -> Any:
+        """`node` after `write` as a source, or as a list of them."""
         value = fake(node)
         if isinstance(value, tuple | list):
             return [
@@ -358,58 +356,3 @@ class Study(Evaluator):
 
     def _opaque(self, node: fx.Node, write: fx.Node | None) -> Any:
         raise Escaped(node.name)
-
-
-def overwrite(before: Value, address: Callable[[Value], Value], new: Value) -> Value:
-    """`before` with `address(before)`, a view of it, set to `new`.
-
-    Which axes are addressed in part is found by addressing a value whose axes are all labels: exactly those ask to
-    become lanes.
-    """
-    whole: set[int] = set()
-    while True:
-        probe = Source("probe", before.shape, frozenset(range(before.rank)))
-        data = np.empty((1, 1, *(n if d in whole else 1 for d, n in enumerate(before.shape))))
-        paths = tuple(None if d in whole or n == 1 else ("axis", d) for d, n in enumerate(before.shape))
-        try:
-            place = address(Value(before.shape, data, {probe: paths}))
-        except Promote as request:
-            more = {axis for _, axis in request.wanted}
-        else:
-            if 0 in place.shape:
-                return before
-            new = lanes.broadcast(new, max(place.rank, new.rank))
-            if new.rank != place.rank:
-                raise Opaque("a write of more axes than there are")
-            axes = {a: path[1] for a, path in enumerate(place.axes[probe]) if path is not None and path[0] == "axis"}
-            more = {d for a, d in axes.items() if new.lanes(a)}
-            if not more:
-                break
-        if more <= whole or not all(isinstance(before.shape[d], int) for d in more):
-            raise Opaque("a write that is not modelled")
-        whole |= more
-    for d in whole:
-        before = lanes.need_lanes(before, d)
-    outer: dict[Source, tuple[Any, ...]] = {}
-    for source, path in new.axes.items():
-        moved: list[Any] = [None] * before.rank
-        for a, p in enumerate(path):
-            if p is not None and a not in axes:
-                lanes.promote([new], a)
-            if p is not None:
-                moved[axes[a]] = p
-        outer[source] = tuple(moved)
-    for d in range(before.rank):
-        if before.lanes(d) and any(path[d] is not None for path in outer.values()):
-            raise Opaque("a write of an outer axis into lanes")
-    shape = [max(a, b) for a, b in zip(before.data.shape[:2], new.data.shape[:2], strict=True)] + list(
-        before.data.shape[2:]
-    )
-    kind = np.result_type(before.data, new.data)
-    data = np.array(np.broadcast_to(before.data, shape), dtype=kind)
-    view = address(Value(before.shape, data, {})).data
-    if not np.shares_memory(view, data) or not view.flags.writeable:
-        raise Opaque("a write through a copy")
-    view[...] = new.data
-    result = Value(before.shape, data, outer)
-    return Value(before.shape, data, lanes.join_axes([before, result]))

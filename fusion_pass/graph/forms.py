@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from .vocabulary import CALLS
+
 Form: TypeAlias = tuple[int, tuple[fx.Node, ...]]
 """A number, equal for two nodes that differ in their inputs at most, and the inputs in order of appearance."""
-
-_CALLS = ("call_function", "call_method")
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 """Types of most literals, which are compared by their values. Others are the same only as one object."""
@@ -32,7 +32,7 @@ class Forms(dict[fx.Node, Form]):
         inputs: list[fx.Node] = []
         op, kwargs = node.op, node.kwargs
         args: tuple[Any, ...] = node.args
-        key: list[object] = [op, node.target if op in _CALLS else None, len(args)]
+        key: list[object] = [op, node.target if op in CALLS else None, len(args)]
         for argument in args:  # as `_write` does, without a call for the usual ones
             kind = type(argument)
             if kind is fx.Node:

@@ -23,15 +23,13 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from .region import modelled
-from .vocabulary import CASTS, MOVEMENTS, fake, fake_tensor, in_place, operation, sizes
+from .vocabulary import CALLS, CASTS, MOVEMENTS, fake, fake_tensor, in_place, operation, sizes
 
 _ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
 _EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
 
 GRAD_MODE = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled, _ENTER_INFERENCE, _EXIT_INFERENCE})
 """What changes the grad mode in a graph."""
-
-_CALLS = ("call_function", "call_method")
 
 _OF_SHAPES = frozenset(
     "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
@@ -117,7 +115,7 @@ def _segments(graph: fx.Graph) -> Iterator[tuple[list[fx.Node], bool | None]]:
 def _begins_enabled(nodes: Iterable[fx.Node]) -> bool:
     """Whether gradients are recorded where a graph begins: a result that requires one tells. Without any, a result that
     has none of what requires one (in a graph that records, `x.data` and random numbers like x are such too)."""
-    calls = [node for node in nodes if node.op in _CALLS]
+    calls = [node for node in nodes if node.op in CALLS]
     if any(operation(node) not in MOVEMENTS and _requires_grad(node) for node in calls):
         return True
     return not any(map(_stops, calls))
@@ -128,7 +126,7 @@ def _stops(node: fx.Node) -> bool:
 
     The result itself does not say it: a view made under `no_grad` requires a gradient as its base does.
     """
-    if node.op not in _CALLS:
+    if node.op not in CALLS:
         return False
     if in_place(node) == "detach":
         return True
@@ -141,7 +139,7 @@ def _stops(node: fx.Node) -> bool:
 
 
 def _detaches(node: fx.Node) -> bool:
-    return node.op in _CALLS and operation(node) in ("detach", "detach_")
+    return node.op in CALLS and operation(node) in ("detach", "detach_")
 
 
 def _shifts_rows(node: fx.Node) -> bool:

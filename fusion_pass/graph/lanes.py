@@ -129,21 +129,21 @@ def whole(value: Value, axis: int) -> Value:
     """`value`, on whose `axis` it has no labels, with that axis written out."""
     if value.data.shape[2 + axis] == value.shape[axis]:
         return value
-    n = _length(value, axis)
+    n = length(value, axis)
     shape = list(value.data.shape)
     shape[2 + axis] = n
     return Value(value.shape, np.broadcast_to(value.data, shape), value.axes)
 
 
-def _length(value: Value, axis: int) -> int:
+def length(value: Value, axis: int) -> int:
+    """Length of an axis that is to be lanes."""
     n = value.shape[axis]
     if not isinstance(n, int):
         raise Opaque("a symbolic axis is used as a feature axis")
     return n
 
 
-# --- arithmetic -----------------------------------------------------------------------------------------------------
-# -----------------
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 def broadcast(value: Value, rank: int) -> Value:
@@ -209,8 +209,7 @@ def seal(value: Value, random: Callable[[Hashable, int], Array]) -> Value:
     return value if data is value.data else Value(value.shape, data, axes)
 
 
-# --- data movement
-# -------------------------------------------------------------------------------------------------------------------
+# --- data movement ----------------------------------------------------------------------------------------------------
 
 
 def permute(value: Value, order: Sequence[int]) -> Value:
@@ -231,112 +230,6 @@ def expand(value: Value, shape: Sequence[Size]) -> Value:
         if old not in (1, new):
             raise Opaque("expand")
     return Value(tuple(shape), value.data, value.axes)
-
-
-def view(value: Value, shape: Sequence[Size]) -> Value:
-    """Reshape: independent groups of axes, each of lanes or of labels."""
-    shape = tuple(shape)
-    groups = list(_groups(value.shape, shape))
-    data_shape: list[int] = []
-    axes: dict[Source, list[Path]] = {source: [] for source in value.axes}
-    data = value.data
-    for old, new in groups:
-        news = [shape[d] for d in new]
-        if any(value.lanes(d) for d in old):
-            if any(value.outer(d) for d in old):
-                outer = [d for d in old if value.outer(d)]
-                promote([value], outer[0])
-            for d in old:
-                if value.data.shape[2 + d] != value.shape[d]:
-                    data = np.repeat(data, _length(value, d), axis=2 + d)
-            data_shape += news
-            for paths in axes.values():
-                paths += [None] * len(new)
-            continue
-        data_shape += [1] * len(new)
-        for source, paths in axes.items():
-            paths += _regroup([(value.axes[source][d], value.shape[d]) for d in old], news)
-    return Value(shape, data.reshape(data.shape[:2] + tuple(data_shape)), {s: tuple(p) for s, p in axes.items()})
-
-
-def _groups(old: tuple[Size, ...], new: tuple[Size, ...]) -> Sequence[tuple[range, range]]:
-    """Cut a reshape into the smallest groups of axes that are reshaped independently of each other."""
-    head = 0
-    while head < min(len(old), len(new)) and old[head] == new[head]:
-        head += 1
-    tail = 0
-    while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
-        tail += 1
-    middle = _middle_groups(old, new, head, len(old) - tail, len(new) - tail)
-    return [
-        *((range(d, d + 1), range(d, d + 1)) for d in range(head)),
-        *middle,
-        *((range(len(old) - d, len(old) - d + 1), range(len(new) - d, len(new) - d + 1)) for d in range(tail, 0, -1)),
-    ]
-
-
-def _middle_groups(
-    old: tuple[Size, ...], new: tuple[Size, ...], start: int, old_end: int, new_end: int
-) -> Sequence[tuple[range, range]]:
-    if product(old[start:old_end]) != product(new[start:new_end]):
-        raise Opaque("reshape of unknown sizes")
-    groups = []
-    i = j = start
-    while i < old_end or j < new_end:
-        a, b = i, j
-        while True:
-            left, right = product(old[i:a]), product(new[j:b])
-            if (a > i or b > j) and left == right:
-                break
-            grow_old = a < old_end and (
-                b == new_end or not isinstance(left, int) or not isinstance(right, int) or left <= right
-            )
-            if isinstance(left, int) and isinstance(right, int):
-                grow_old = a < old_end and (left <= right or b == new_end)
-            if grow_old:
-                a += 1
-            elif b < new_end:
-                b += 1
-            else:
-                raise Opaque("reshape of unknown sizes")
-        groups.append((range(i, a), range(j, b)))
-        i, j = a, b
-    return groups
-
-
-def _regroup(parts: list[tuple[Path, Size]], news: Sequence[Size]) -> list[Path]:
-    """The paths of outer axes after a reshape of one group."""
-    parts = [part for part in parts if part[1] != 1]
-    if all(path is None for path, _ in parts):
-        return [None] * len(news)
-    long = [n for n in news if n != 1]
-    if [n for _, n in parts] == long:
-        paths = [path for path, _ in parts]
-    elif len(long) == 1:
-        paths = [_merge(parts)]
-    elif len(parts) == 1:
-        paths = _split(parts[0][0], long)
-    else:
-        raise Opaque("reshape of several outer axes")
-    remaining = iter(paths)
-    return [next(remaining) if n != 1 else None for n in news]
-
-
-def _merge(parts: list[tuple[Path, Size]]) -> Path:
-    first = parts[0][0]
-    if first is not None and first[0] == "part":
-        whole_path: Path = first[1]
-        whole_sizes = first[2]
-        if parts == [(("part", whole_path, whole_sizes, i), n) for i, n in enumerate(whole_sizes)]:
-            return whole_path
-    return ("merge", tuple(parts))
-
-
-def _split(path: Path, news: Sequence[Size]) -> list[Path]:
-    assert path is not None
-    if path[0] == "merge" and [n for _, n in path[1]] == list(news):
-        return [p for p, _ in path[1]]
-    return [("part", path, tuple(news), i) for i in range(len(news))]
 
 
 def drop_axis(value: Value, axis: int) -> Value:
@@ -397,7 +290,7 @@ def cat(values: Sequence[Value], axis: int) -> Value:
     if any(v.outer(axis) for v in values):
         promote([v for v in values if v.outer(axis)], axis)
     values = [whole(v, axis) for v in values]
-    total = product([1]) and sum(v.shape[axis] for v in values)
+    total: Size = sum(v.shape[axis] for v in values)
     shapes = [[n if d != 2 + axis else -1 for d, n in enumerate(v.data.shape)] for v in values]
     common = [max(column) for column in zip(*shapes, strict=True)]
     for d in range(values[0].rank):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from . import lanes
+from . import lanes, reshape
 from .lanes import Array, Opaque, Value, elementwise
 from .operations import Context, handler, integer, shape_of, sizes_argument, tensor
 from .vocabulary import CASTS, fake_tensor, operation
@@ -60,7 +60,7 @@ def _view(context: Context, node: fx.Node, x: Value, *args: Any, **kwargs: Any) 
     if name == "unsqueeze":
         dim = integer(args[0] if args else kwargs.get("dim"))
         return lanes.add_axis(x, dim % (x.rank + 1))
-    return lanes.view(x, shape_of(node))
+    return reshape.view(x, shape_of(node))
 
 
 @handler("permute")
@@ -191,17 +191,10 @@ def _pieces(x: Value, axis: int, bounds: Sequence[int]) -> list[Value]:
     return [lanes.slice_lanes(x, axis, a, b, None) for a, b in itertools.pairwise(bounds)]
 
 
-def _length(x: Value, axis: int) -> int:
-    n = x.shape[axis]
-    if not isinstance(n, int):
-        raise Opaque("split of a symbolic axis")
-    return n
-
-
 @handler("chunk")
 def _chunk(context: Context, node: fx.Node, x: Value, chunks: int, dim: int = 0) -> list[Value]:
     axis = x.axis(integer(dim))
-    n = _length(x, axis)
+    n = lanes.length(x, axis)
     if n == 0:
         return [x] * integer(chunks)
     return _pieces(x, axis, [*range(0, n, -(-n // integer(chunks))), n])
@@ -210,7 +203,7 @@ def _chunk(context: Context, node: fx.Node, x: Value, chunks: int, dim: int = 0)
 @handler("split")
 def _split(context: Context, node: fx.Node, x: Value, split_size: Any, dim: int = 0) -> list[Value]:
     axis = x.axis(integer(dim))
-    n = _length(x, axis)
+    n = lanes.length(x, axis)
     if isinstance(split_size, tuple | list):
         return _pieces(x, axis, [0, *np.cumsum([integer(s) for s in split_size]).tolist()])
     return [x] if n == 0 else _pieces(x, axis, [*range(0, n, integer(split_size)), n])
@@ -219,7 +212,7 @@ def _split(context: Context, node: fx.Node, x: Value, split_size: Any, dim: int 
 @handler("tensor_split")
 def _tensor_split(context: Context, node: fx.Node, x: Value, indices: Any, dim: int = 0) -> list[Value]:
     axis = x.axis(integer(dim))
-    n = _length(x, axis)
+    n = lanes.length(x, axis)
     if isinstance(indices, tuple | list):
         return _pieces(x, axis, [0, *(integer(i) for i in indices), n])
     if n % integer(indices):
@@ -232,7 +225,7 @@ def _tensor_split(context: Context, node: fx.Node, x: Value, indices: Any, dim: 
 @handler("unbind")
 def _unbind(context: Context, node: fx.Node, x: Value, dim: int = 0) -> list[Value]:
     axis = x.axis(integer(dim))
-    return [lanes.select_lane(x, axis, i) for i in range(_length(x, axis))]
+    return [lanes.select_lane(x, axis, i) for i in range(lanes.length(x, axis))]
 
 
 @handler("cat")
@@ -256,7 +249,7 @@ def _repeat_interleave(
     context: Context, node: fx.Node, x: Value, repeats: int, dim: Any = None, output_size: Any = None
 ) -> Value:
     axis = x.axis(integer(dim))
-    return lanes.take_lanes(x, axis, np.repeat(np.arange(_length(x, axis)), integer(repeats)).tolist())
+    return lanes.take_lanes(x, axis, np.repeat(np.arange(lanes.length(x, axis)), integer(repeats)).tolist())
 
 
 @handler("repeat")
@@ -272,7 +265,7 @@ def _repeat(context: Context, node: fx.Node, x: Value, *repeats: Any) -> Value:
         if before == 1 or not (x.outer(axis) or x.lanes(axis)):
             x = Value((*x.shape[:axis], after, *x.shape[axis + 1 :]), x.data, x.axes)
         else:
-            x = lanes.take_lanes(x, axis, np.tile(np.arange(_length(x, axis)), integer(count)).tolist())
+            x = lanes.take_lanes(x, axis, np.tile(np.arange(lanes.length(x, axis)), integer(count)).tolist())
     return x
 
 
@@ -280,14 +273,14 @@ def _repeat(context: Context, node: fx.Node, x: Value, *repeats: Any) -> Value:
 def _roll(context: Context, node: fx.Node, x: Value, shifts: Any, dims: Any = None) -> Value:
     shift, dim = (v[0] if isinstance(v, tuple | list) and len(v) == 1 else v for v in (shifts, dims))
     axis = x.axis(integer(dim))
-    return lanes.take_lanes(x, axis, np.roll(np.arange(_length(x, axis)), integer(shift)).tolist())
+    return lanes.take_lanes(x, axis, np.roll(np.arange(lanes.length(x, axis)), integer(shift)).tolist())
 
 
 @handler("flip")
 def _flip(context: Context, node: fx.Node, x: Value, *dims: Any) -> Value:
     for dim in sizes_argument(dims):
         axis = x.axis(integer(dim))
-        x = lanes.take_lanes(x, axis, np.arange(_length(x, axis))[::-1].tolist())
+        x = lanes.take_lanes(x, axis, np.arange(lanes.length(x, axis))[::-1].tolist())
     return x
 
 

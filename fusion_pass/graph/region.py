@@ -9,12 +9,13 @@ from torch import fx
 from .effects import Effects
 from .evaluate import Study
 from .operations import HANDLERS
-from .vocabulary import fake_tensor, operation, written_arguments
+from .vocabulary import CALLS, fake_tensor, operation
+from .writes import written_arguments
 
 
 def modelled(node: fx.Node) -> bool:
     """Whether the reader knows what `node` does (otherwise a region ends there)."""
-    if node.op not in ("call_function", "call_method"):
+    if node.op not in CALLS:
         return False
     return operation(node) in HANDLERS or bool(written_arguments(node))
 

@@ -25,7 +25,7 @@ from torch import fx
 from .effects import Effects
 from .forms import Form
 from .region import downstream, modelled
-from .vocabulary import fake, size
+from .vocabulary import CALLS, fake, size
 
 T = TypeVar("T")
 
@@ -34,7 +34,6 @@ Mapping = dict[fx.Node, fx.Node]
 _ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 
 _READERS = 40
-_CALLS = ("call_function", "call_method")
 
 
 @dataclass
@@ -117,7 +116,7 @@ class _Forms(dict[fx.Node, Form]):
         if follows is None:  # which holds for every node that is written like this one
             follows = self._follows[form[0]] = self._followed(node)
         if not follows or self._modes_change:
-            own = form[0] if follows else (node.op, node.target if node.op in _CALLS else None)
+            own = form[0] if follows else (node.op, node.target if node.op in CALLS else None)
             key = own, facts(fake(node))
             form = -1 - self._kinds.setdefault(key, len(self._kinds)), form[1] if follows else ()
         self[node] = form

@@ -21,7 +21,8 @@ from compiling import capture
 from torch import fx
 
 from fusion_pass import FusionConfig, pipeline, zoo
-from fusion_pass.graph.vocabulary import layer_of, written_arguments
+from fusion_pass.graph.vocabulary import layer_of
+from fusion_pass.graph.writes import written_arguments
 
 NORM_AND_ROTATION = ("qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope")
 

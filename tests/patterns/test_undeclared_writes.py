@@ -12,7 +12,7 @@ from exactness import capture, find
 from spellings import HALF, D, S, halves
 from torch import Tensor, fx
 
-from fusion_pass.graph.vocabulary import written_arguments
+from fusion_pass.graph.writes import written_arguments
 
 IDS = torch.arange(S)
 START = torch.zeros(1, dtype=torch.long)
