@@ -1,0 +1,257 @@
+"""Every operation that the reader models, on one token and in PyTorch: the same numbers, from the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import capture
+from torch import Tensor, fx
+
+from fusion_pass.graph.effects import Effects
+from fusion_pass.graph.evaluate import Evaluator
+from fusion_pass.graph.lanes import Value
+
+Operation = Callable[..., Tensor]
+
+SHAPE = (2, 12, 3, 8)
+"""Batch, sequence (too long to become lanes), heads, lanes."""
+
+
+def evaluated(function: Operation, *inputs: Tensor) -> tuple[Evaluator, Any, fx.GraphModule, list[Tensor]]:
+    """An evaluator of the graph of `function`, what it says the graph returns, the graph, and its inputs."""
+    module, given = capture(lambda *x: (function(*x),), *inputs)
+    reader = Evaluator(Effects.of(module.graph))
+    (output,) = module.graph.find_nodes(op="output")
+    (result,) = output.args[0]
+    return reader, reader.settle(lambda: reader.read(result, output)), module, given
+
+
+def read_from(value: Any) -> set[fx.Node]:
+    """The nodes that `value` is a function of."""
+    return {source.key[0] for source in value.axes}
+
+
+def written_out(value: Value, shape: torch.Size, world: int) -> Tensor:
+    """The numbers of `value` in one world at every token."""
+    return torch.from_numpy(value.data[min(world, len(value.data) - 1), 0].copy()).expand(shape).clone()
+
+
+def check(function: Operation, *inputs: Tensor) -> None:
+    """Equal tokens give the numbers of the one token; and a token that is changed is read where the labels say."""
+    reader, value, module, given = evaluated(function, *inputs)
+    assert all(node.op == "placeholder" for node in read_from(value)), "not modelled"
+    places = module.graph.find_nodes(op="placeholder")
+    sources = [reader.value(place) for place in places]
+    for world in (0, 1):
+        tokens = [written_out(source, x.shape, world) for source, x in zip(sources, given, strict=True)]
+        (expected,) = module(*tokens)
+        torch.testing.assert_close(written_out(value, expected.shape, world), expected.to(value_dtype(value)))
+    for number, (source, tensor) in enumerate(zip(sources, tokens, strict=True)):
+        ((key, labels),) = source.axes.items()
+        for axis, label in enumerate(labels):
+            if label is None:
+                continue
+            changed = tensor.clone()
+            changed.select(axis, 1).mul_(1.5)
+            (after,) = module(*tokens[:number], changed, *tokens[number + 1 :])
+            reads = [a for a, path in enumerate(value.axes.get(key, ())) if path == label]
+            assert len(reads) <= 1
+            same = after == expected
+            if not reads:
+                assert same.all(), f"axis {axis} of input {number} is read"
+            else:
+                others = [i for i in range(same.shape[reads[0]]) if i != 1]
+                assert not same.select(reads[0], 1).all()
+                assert same.index_select(reads[0], torch.tensor(others)).all()
+
+
+def value_dtype(value: Value) -> torch.dtype:
+    return torch.complex128 if value.data.dtype.kind == "c" else torch.float64
+
+
+MOVED: dict[str, Operation] = {
+    "unsqueeze": lambda x: x.unsqueeze(-2),
+    "unsqueeze by name": lambda x: torch.unsqueeze(input=x, dim=1),
+    "squeeze": lambda x: x[:, :, None].squeeze(2),
+    "permute": lambda x: x.permute(0, -2, 1, -1),
+    "permute, one list": lambda x: torch.permute(x, (2, 0, 1, 3)),
+    "transpose": lambda x: x.transpose(1, -2),
+    "transpose by name": lambda x: torch.transpose(x, dim0=-1, dim1=0),
+    "mT": lambda x: x.mT * 2,
+    "slice": lambda x: torch.ops.aten.slice.Tensor(x, -1, 1, 7, 2),
+    "slice, all of an axis": lambda x: torch.ops.aten.slice.Tensor(x, 1, 0, 2**63 - 1),
+    "movedim": lambda x: x.movedim(1, -2),
+    "movedim, forward": lambda x: x.movedim(2, 1),
+    "expand": lambda x: x[:, :, :, None].expand(-1, -1, -1, 4, -1),
+    "view": lambda x: x.view(2, 12, 24),
+    "view, split": lambda x: x.view(2, 12, 3, 2, 4),
+    "view, lanes of two axes": lambda x: x.view(2, 12, 3, 2, 4).transpose(-1, -2).reshape(2, 12, 3, 8),
+    "index": lambda x: x[:, :, 1, 2:7:2],
+    "index, last": lambda x: x[..., -1],
+    "index, a slice from the end": lambda x: x[..., -3:-1],
+    "index, new axes": lambda x: x[:, None, ..., None],
+    "index, ellipsis in the middle": lambda x: x[:, ..., 1:3],
+    "narrow": lambda x: x.narrow(-1, 2, 3),
+    "narrow from the end": lambda x: x.narrow(-1, -5, 3),
+    "select": lambda x: x.select(-2, 1),
+    "select from the end": lambda x: x.select(-1, -2),
+    "chunk": lambda x: torch.cat(x.chunk(3, -1)[1:], -1),
+    "chunk of nothing": lambda x: torch.cat((*x[..., :0].chunk(2, -1), x), -1),
+    "split": lambda x: x.split(3, -1)[2],
+    "split in parts": lambda x: x.split([1, 4, 3], -1)[1],
+    "split of nothing": lambda x: torch.cat((*x[..., :0].split(2, -1), x), -1),
+    "tensor_split": lambda x: x.tensor_split(4, -1)[1],
+    "tensor_split at": lambda x: x.tensor_split((1, 5), -1)[1],
+    "tensor_split of nothing": lambda x: torch.cat((*x[..., :0].tensor_split(2, -1), x), -1),
+    "unbind": lambda x: x.unbind(-1)[-1],
+    "cat": lambda x: torch.cat((x[..., 4:], x[..., :2]), -1),
+    "cat of heads": lambda x: torch.cat((x[:, :, 1:], x[:, :, :1]), 2),
+    "stack": lambda x: torch.stack((x, x * 2), -2),
+    "stack in front": lambda x: torch.stack((x, x * 2)),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, -1),
+    "repeat": lambda x: x.repeat(1, 1, 1, 2),
+    "repeat, a new axis": lambda x: x.repeat(3, 1, 1, 1, 1),
+    "repeat of one": lambda x: x[:, :, :1].repeat(1, 1, 4, 1),
+    "roll": lambda x: x.roll(3, -1),
+    "roll, in lists": lambda x: x.roll([-3], [3]),
+    "flip": lambda x: x.flip(-1),
+    "flip, two axes": lambda x: x.flip((2, 3)),
+    "view_as_complex": lambda x: torch.view_as_complex(x.unflatten(-1, (4, 2))),
+    "view_as_real": lambda x: torch.view_as_real(torch.complex(x, x * 2)),
+    "real": lambda x: torch.complex(x, x * 2).real,
+    "imag": lambda x: torch.complex(x, x * 2).imag,
+    "polar": lambda x: torch.polar(x, x * 2),
+    "conj": lambda x: torch.complex(x, x * 2).conj().resolve_conj(),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_is_moved(name: str) -> None:
+    check(MOVED[name], torch.randn(SHAPE, dtype=torch.float64))
+
+
+COMPUTED: dict[str, Operation] = {
+    "neg": lambda x, y, w: -x,
+    "square": lambda x, y, w: x.square(),
+    "reciprocal": lambda x, y, w: x.reciprocal(),
+    "sqrt": lambda x, y, w: x.square().sqrt(),
+    "rsqrt": lambda x, y, w: x.square().rsqrt(),
+    "cos": lambda x, y, w: x.cos(),
+    "sin": lambda x, y, w: x.sin(),
+    "exp": lambda x, y, w: x.exp(),
+    "mul": lambda x, y, w: x * y,
+    "add": lambda x, y, w: torch.add(x, y, alpha=3),
+    "sub": lambda x, y, w: torch.sub(x, y, alpha=3),
+    "rsub": lambda x, y, w: torch.rsub(x, y, alpha=3),
+    "a number less": lambda x, y, w: 2 - x,
+    "addcmul": lambda x, y, w: torch.addcmul(x, y, y, value=3),
+    "div": lambda x, y, w: x / y,
+    "pow": lambda x, y, w: x.pow(2) + y.square().pow(-0.5),
+    "mean": lambda x, y, w: x.mean(-1),
+    "mean, kept": lambda x, y, w: x.mean((-1, -2), keepdim=True),
+    "sum": lambda x, y, w: x.sum(-1, keepdim=True) * y,
+    "sum by name": lambda x, y, w: torch.sum(x, axis=-1),
+    "var": lambda x, y, w: x.var(-1),
+    "var, biased": lambda x, y, w: x.var(-1, unbiased=False),
+    "var, corrected": lambda x, y, w: x.var(-1, correction=3, keepdim=True),
+    "norm": lambda x, y, w: x.norm(dim=-1),
+    "norm, fro": lambda x, y, w: x.norm(p="fro", dim=-1, keepdim=True),
+    "vector_norm": lambda x, y, w: torch.linalg.vector_norm(x, dim=-1),
+    "matmul": lambda x, y, w: x.unflatten(-1, (4, 2)) @ y.unflatten(-1, (2, 4)),
+    "matmul that broadcasts": lambda x, y, w: x.unflatten(-1, (4, 2)) @ w.view(2, 4),
+    "t": lambda x, y, w: x[..., :2] + (w.view(2, 4).t() * 2)[:2].sum(0),
+    "outer": lambda x, y, w: torch.outer(w, 2 * w),
+    "einsum": lambda x, y, w: torch.einsum("bshij,bshjk->bskhi", x.unflatten(-1, (4, 2)), y.unflatten(-1, (2, 4))),
+    "einsum of any axes": lambda x, y, w: torch.einsum("...ij, ij -> ...i", x.unflatten(-1, (4, 2)), w.view(4, 2)),
+    "rms_norm": lambda x, y, w: F.rms_norm(x, (8,), w, 0.5),
+    "rms_norm, two axes": lambda x, y, w: F.rms_norm(x, (3, 8), None, 0.5),
+    "layer_norm": lambda x, y, w: F.layer_norm(x, (8,), w, 2 * w, 0.5),
+    "layer_norm, two axes": lambda x, y, w: F.layer_norm(x, (3, 8), eps=0.5),
+    "zeros": lambda x, y, w: x * torch.ones(8) + y.new_ones(8) + torch.zeros_like(x),
+    "full": lambda x, y, w: x * torch.full((8,), 3.0) + y.new_full((1,), 5) + torch.full_like(y, 7.0),
+    "tensor": lambda x, y, w: x * torch.tensor([1.0, -1.0]).repeat(4) + torch.tensor(3.0),
+    "dropout": lambda x, y, w: F.dropout(x, 0.0) + F.dropout(y, 0.5, training=False),
+    "casts": lambda x, y, w: x.float().double().contiguous().to(y).clone(),
+    "written": lambda x, y, w: written(x.clone(), y),
+}
+
+
+def written(x: Tensor, y: Tensor) -> Tensor:
+    x[..., 2:4] = y[..., :2]
+    x[..., :, 0] += y[..., 1]
+    x.mul_(2.0)
+    x.narrow(-1, 5, 2).copy_(y[..., 5:7])
+    x[:, :, 1].neg_()
+    return x
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_is_computed(name: str) -> None:
+    check(COMPUTED[name], *torch.randn(2, *SHAPE, dtype=torch.float64), torch.randn(8, dtype=torch.float64))
+
+
+NOT_MODELLED: dict[str, Operation] = {
+    "cut to integers": lambda x: x.long().double(),
+    "truth values": lambda x: x.bool().double(),
+    "complex": lambda x: x.to(torch.complex128),
+    "eight bits": lambda x: x.to(torch.float8_e4m3fn).double(),
+    "bits": lambda x: x.view(torch.int64),
+    "sequence split": lambda x: x[:, :6],
+    "one token": lambda x: x[:, 3],
+    "sequence turned": lambda x: x.flip(1),
+    "sequence rolled": lambda x: x.roll(1, 1),
+    "all rolled": lambda x: x.roll(1),
+    "sequence and lanes in one axis": lambda x: x.transpose(1, 2).reshape(2, 3, 96),
+    "sequence cut into chunks": lambda x: x.chunk(2, 1)[0],
+    "sequence unbound": lambda x: x.unbind(1)[0],
+    "joined along the sequence": lambda x: torch.cat((x, x), 1),
+    "repeated along the sequence": lambda x: x.repeat(1, 2, 1, 1),
+    "repeated tokens": lambda x: x.repeat_interleave(2, 1),
+    "mean of the sequence": lambda x: x.mean(1, keepdim=True),
+    "mean of all": lambda x: x.mean(),
+    "uneven pieces": lambda x: x.tensor_split(3, -1)[0],
+    "places in a list": lambda x: x[..., [1, 0]],
+    "one tensor along two axes": lambda x: x[0, :, 0, :1] * x[0, :, 0, :1].T,
+    "absolute": lambda x: x.abs(),
+    "a root of a negative number": lambda x: (-x.square()).sqrt(),
+    "rounded down": lambda x: torch.div(x, 2, rounding_mode="floor"),
+    "a norm of magnitudes": lambda x: x.norm(1, dim=-1),
+    "a norm of magnitudes, by ord": lambda x: torch.linalg.vector_norm(x, 1, dim=-1),
+    "a norm of all": lambda x: x.norm(),
+    "a projection": lambda x: x @ x.mT,
+    "a projection by einsum": lambda x: torch.einsum("bshd,bsgd->bshg", x, x),
+    "a diagonal": lambda x: torch.einsum("bshdd->bshd", x[..., None].expand(-1, -1, -1, -1, 8)),
+    "an einsum without its result": lambda x: torch.einsum("bshd,bshd", x, x),
+    "a matrix times a vector": lambda x: x[..., :2] @ x[0, 0, 0, :2],
+    "a sum that vanishes": lambda x: x + x * 1e-9,
+    "a difference that vanishes": lambda x: x - x * 1e-9,
+    "a product that vanishes": lambda x: torch.addcmul(x, x, x, value=1e-9),
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "logic": lambda x: (x > 0) * x,
+    "a fraction of an integer": lambda x: torch.full((8,), 1.5, dtype=torch.long),
+    "fractions of integers": lambda x: torch.tensor([1.5, 2.0], dtype=torch.long),
+    "written places": lambda x: scattered(x.clone()),
+    "written tokens": lambda x: token_written(x.clone()),
+}
+
+
+def scattered(x: Tensor) -> Tensor:
+    x[..., [0, 1]] = 1.0
+    return x
+
+
+def token_written(x: Tensor) -> Tensor:
+    x[:, 3] = 1.0
+    return x
+
+
+@pytest.mark.parametrize("name", NOT_MODELLED)
+def test_what_is_not_modelled(name: str) -> None:
+    """It is a source: nothing is said of it."""
+    _, value, _, _ = evaluated(NOT_MODELLED[name], torch.randn(SHAPE, dtype=torch.float64))
+    assert read_from(value)
+    assert all(node.op != "placeholder" for node in read_from(value)), value
