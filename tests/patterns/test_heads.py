@@ -17,6 +17,11 @@ REPEATS: dict[str, Callable[[Tensor], Tensor]] = {
     "sequence first": lambda x: x.transpose(1, 2).repeat_interleave(2, dim=2).transpose(1, 2),
     "with a cache": lambda x: repeat_kv(torch.cat([x[:, :, :2], x[:, :, 2:] * 1.5], dim=2), 2),
     "with an empty cache": lambda x: repeat_kv(torch.cat([x[:, :, :0], x], dim=2), 2),
+    "axes from the end": lambda x: x.permute(0, -2, -3, -1).repeat_interleave(repeats=2, dim=-2).transpose(-3, -2),
+    "axes by name": lambda x: x.transpose(dim0=1, dim1=2).repeat_interleave(2, 2).permute(dims=(0, 2, 1, 3)),
+    "all axes reversed": lambda x: x.permute(3, 2, 1, 0).repeat_interleave(2, 2).permute([3, 2, 1, 0]),
+    "twice": lambda x: x[:, :1].repeat_interleave(2, 1).repeat_interleave(2, 1),
+    "an upcast": lambda x: repeat_kv(x.bfloat16(), 2).float(),
 }
 
 
@@ -26,7 +31,7 @@ def test_repeated_heads_are_folded(name: str) -> None:
     module, inputs = graphs.captured(lambda q, k, v: (q @ repeat(k).mT).softmax(-1) @ repeat(v), *qkv(kv_heads=2))
     (place,) = graphs.check(module, inputs)
     assert isinstance(place, graphs.Site)
-    assert graphs.heads(place, "k") == graphs.heads(place, "v") == 2
+    assert graphs.heads(place, "k") == graphs.heads(place, "v") == (1 if name == "twice" else 2)
 
 
 OTHER_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,6 +42,9 @@ OTHER_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
         x[:, :, None, torch.arange(S - 1, -1, -1)].expand(-1, -1, 2, -1, -1).reshape(B, H, S, D)
     ),
     "tokens repeated": lambda x: x.repeat_interleave(2, dim=1)[:, :, :1].repeat_interleave(S, dim=2),
+    "each as often as a tensor says": lambda x: x.repeat_interleave(torch.tensor([1, 3]), 1, output_size=H),
+    "heads reversed": lambda x: repeat_kv(x.flip(1), 2)[:, [0, 1, 3, 2]],
+    "added to nothing": lambda x: torch.cat([repeat_kv(x, 2)[:, :2], repeat_kv(x, 2)[:, 2:]], 1),
 }
 
 
@@ -66,4 +74,57 @@ def test_key_overwritten_after_it_was_repeated() -> None:
         return (q @ many.mT).softmax(-1) @ repeat_kv(v, 2) + k.sum()
 
     module, inputs = graphs.captured(model, *qkv(kv_heads=2))
-    graphs.check(module, inputs)
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site)
+    assert graphs.heads(place, "k") == H
+
+
+FOLDED: dict[str, tuple[Callable[[Tensor], Tensor], str, float | None]] = {
+    "an empty cache": (lambda x: torch.cat([x[:, :, :0], x], dim=2), "qkv", None),
+    "a factor": (lambda x: x * 2, "qk", 4 * D**-0.5),
+    "a factor in front": (lambda x: 2 * x, "qk", 4 * D**-0.5),
+    "a divisor": (lambda x: x / 2, "qk", 0.25 * D**-0.5),
+    "a divided number": (lambda x: 2 / x, "", None),
+    "a factor for each lane": (lambda x: x * torch.arange(D), "", None),
+    "another tensor's empty cache": (lambda x: torch.cat([x[:, :, :0], x, x[:, :, :1] * 0], 2)[:, :, :S], "", None),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_what_is_read_through(name: str) -> None:
+    """What is done to q, k and v alike, which of them are read upstream of it, and the scale that it leaves."""
+    change, folded, scale = FOLDED[name]
+    module, inputs = graphs.captured(
+        lambda *qkv: torch.nn.functional.scaled_dot_product_attention(*map(change, qkv)), *qkv()
+    )
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site)
+    found = graphs.arguments(place)
+    given = "".join(name for name in "qkv" if found[name].startswith(("l_", "q", "k", "v")))
+    assert (given, found.get("scale")) == (folded, scale)
+
+
+def test_divisor_that_is_zero() -> None:
+    module, _ = graphs.captured(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q / 0.0, k * 0.0, v), *qkv()
+    )
+    found = graphs.arguments(graphs.site(module))
+    assert [found["q"].split(".")[0], found["k"].split(".")[0], found.get("scale")] == ["truediv", "mul", None]
+
+
+def merged(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)
+
+
+@pytest.mark.parametrize("lanes_first", [False, True])
+def test_batch_and_heads_in_one_axis_that_is_never_split(lanes_first: bool) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k if lanes_first else k.mT
+        scores = torch.bmm(q, k).view(B, H, S, S).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
+        return torch.bmm(scores.softmax(-1).view(B * H, S, S), v)
+
+    q, k, v = map(merged, qkv())
+    module, inputs = graphs.captured(model, q, k.mT.contiguous() if lanes_first else k, v)
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert [graphs.heads(place, name) for name in "qkv"] == [H] * 3
