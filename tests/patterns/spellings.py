@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from exactness import reasons_of
 from torch import Tensor, nn
 
 B, S, H, D = 2, 12, 4, 16
@@ -184,3 +186,16 @@ class Attention(nn.Module):
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(B, S, 32), torch.randn(S, D), torch.randn(S, D), torch.rand(HALF)
+
+
+def tables() -> tuple[Tensor, Tensor]:
+    """cos and sin `[1, S, 1, D]` for tensors `[B, S, H, D]`, to be given to a model."""
+    angle = torch.randn(1, S, 1, HALF).repeat(1, 1, 1, 2)
+    return angle.cos(), angle.sin()
+
+
+def refused(reason: str, **spelling: Any) -> None:
+    """Fail unless an attention of this spelling is refused, for that reason alone."""
+    found = reasons_of(Attention(**spelling), *inputs())
+    assert found
+    assert all(reason in r for r in found), found

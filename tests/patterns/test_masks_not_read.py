@@ -9,7 +9,7 @@ import attention_graphs as graphs
 import pytest
 import torch
 import torch.nn.functional as F
-from test_mask_forms import Mask, S, columns, proved, rows, with_data
+from mask_calls import Mask, S, columns, proved, rows, with_data
 from torch import Tensor
 
 
