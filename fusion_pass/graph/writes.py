@@ -182,12 +182,15 @@ def _written_in_bodies(node: fx.Node) -> list[fx.Node]:
     """What the graphs write that `node`, as activation checkpointing, is given and calls with the rest."""
     inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
     bodies = [_module(n) for n in node.all_input_nodes if n.op == "get_attr" and fake(n) is None]
-    written = [n for body in bodies if body is not None for call in body.graph.nodes for n in written_arguments(call)]
+    graphs = [body.graph for body in bodies if body is not None]
+    if len(graphs) < len(bodies):
+        return inputs  # what cannot be looked into may write all
+    written = [n for graph in graphs for call in graph.nodes for n in written_arguments(call)]
     if not written:
         return []
     memory = {memory_of(n) for n in written}
-    places = [n for body in bodies if body is not None for n in body.graph.nodes if n.op == "placeholder"]
-    if None in memory or len(bodies) != 1 or len(places) != len(node.args) - 1:
+    places = [n for graph in graphs for n in graph.nodes if n.op == "placeholder"]
+    if None in memory or len(graphs) != 1 or len(places) != len(node.args) - 1:
         return inputs
     given = zip(node.args[1:], places, strict=True)
     return [n for n, place in given if isinstance(n, fx.Node) and memory_of(place) in memory]
