@@ -20,6 +20,7 @@ SECTIONED = {"mrope_layout": "sectioned", "mrope_section": [16, 24, 24]}
 INTERLEAVED = {"mrope_layout": "interleaved", "mrope_section": [24, 20, 20]}
 
 BESIDE_THE_SUMS = Case("dx of the last tokens beside the sums", 32, 8, 128, 1, 1024, BF16)
+INTERLEAVED_MROPE = Case("staged, interleaved", 32, 8, 128, 3, 200, BF16, options=INTERLEAVED)
 # Where x and g come through shared memory, on a card whose memory is fast enough: several sequences, heads that fill no
 # warp, a single token.
 STAGED = [
@@ -29,7 +30,7 @@ STAGED = [
     Case("staged, head_dim 96", 32, 8, 96, 2, 333, HALF, packing="blocked"),
     Case("staged, head_dim 256", 16, 8, 256, 2, 200, BF16, per_lane=True, table_dtype=BF16,
          options={"norm": "rms_one_plus"}),
-    Case("staged, interleaved", 32, 8, 128, 3, 200, BF16, options=INTERLEAVED),
+    INTERLEAVED_MROPE,
     Case("staged, one token", 5, 2, 128, 1, 1, BF16),
     Case("staged, row a head, float32", 7, 3, 128, 2, 400, per_head=True, options={"norm_first": False}),
     Case("staged, positions, layer", 12, 4, 80, 2, 600, BF16, positions="per sample", options={"norm": "layer"}),
