@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_pass.graph.evaluate import Evaluator
 from fusion_pass.graph.lanes import Value
@@ -81,7 +82,13 @@ def _as_operand(
         data = np.stack([data.real, data.imag], -1)
         shape = (*value.shape, 2)
         axes = {s: (*p, None) for s, p in value.axes.items()}
-        steps += [Step("view", (tensor.real.dtype,)), Step("unflatten", (-1, (value.shape[-1], 2)))]
+        steps += [
+            *([Step("resolve_conj")] if tensor.is_conj() else []),
+            # The last axis is seen as pairs, so its entries must lie side by side.
+            *([] if statically_known_true(tensor.stride(-1) == 1) else [Step("contiguous")]),
+            Step("view", (tensor.real.dtype,)),
+            Step("unflatten", (-1, (value.shape[-1], 2))),
+        ]
         value = Value(shape, data[:, None], axes)
     place = locate(data, wanted)
     if place is None:

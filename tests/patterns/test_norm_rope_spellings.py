@@ -39,6 +39,33 @@ def test_opposite_sign_is_the_conjugate():
     assert site.call.options["conjugate"] is True
 
 
+def _spread(z):
+    """As Llama 4's tables: a product of matrices that was transposed."""
+    return z.transpose(1, 3).contiguous().transpose(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("of_table", "steps"),
+    [
+        (lambda z: z, []),
+        (_spread, ["contiguous"]),
+        (lambda z: z.conj(), ["resolve_conj"]),
+        (lambda z: _spread(z).conj(), ["resolve_conj", "contiguous"]),
+    ],
+    ids=["dense", "spread", "conjugated", "both"],
+)
+def test_complex_tables_are_seen_as_pairs(of_table, steps):
+    """However they lie in memory."""
+
+    def rotate(q, c, _):
+        angles = c[..., :HALF]
+        z = of_table(torch.polar(torch.ones_like(angles), angles))
+        return torch.view_as_real(torch.view_as_complex(q.unflatten(-1, (HALF, 2))) * z).flatten(-2)
+
+    (site,) = sites_of(Attention(rotate), *inputs())
+    assert [step.method for step in site.call.tensors["cos"].steps][: len(steps) + 1] == [*steps, "view"]
+
+
 def test_given_tables_are_passed_whole():
     """Nothing says that the halves of a table that comes from outside are equal, so each lane keeps its own entry."""
     (site,) = sites_of(Attention(given_tables=True), *inputs())
