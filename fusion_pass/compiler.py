@@ -45,6 +45,7 @@ class FusionBackend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         config = self.config if self.config is not None else FusionConfig.load()
+        identity.leave_precompile()
         pipeline.conclude(pipeline.fuse(module, config), config, self.reports)
         if self.inner is not None:
             return self.inner(module, example_inputs)  # type: ignore[no-any-return]
@@ -65,9 +66,20 @@ def backend(config: FusionConfig | None = None, **settings: Any) -> FusionBacken
     return FusionBackend(_one_config(config, settings))
 
 
-def fusion_pass(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+class _ByName:
     """`torch.compile(model, backend="fusion_pass")`: configured by the environment, read at each compilation."""
-    return FusionBackend(None)(module, example_inputs, **kwargs)
+
+    __name__ = "fusion_pass"
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        return FusionBackend(None)(module, example_inputs, **kwargs)
+
+    def reset(self) -> None:
+        """See `FusionBackend.reset`."""
+        FusionBackend(None).reset()
+
+
+fusion_pass = _ByName()
 
 
 def inductor_options(

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch._guards import CompileContext
 
 from fusion_pass.config import FusionConfig
 from fusion_pass.extensions import patterns
@@ -27,6 +28,20 @@ _SUFFIXES = frozenset({".py", ".cu", ".cuh", ".h", ".cpp", ".json"})
 def uuid(config: FusionConfig) -> bytes:
     """32 bytes, never empty (a falsy uuid would bypass the caches). The sources are read once per process."""
     return hashlib.sha256(_code_digest(_pattern_files()) + config.cache_key().encode()).digest()
+
+
+def leave_precompile() -> None:
+    """Keep the graph that is being compiled out of the store of `torch._dynamo.config.caching_precompile`.
+
+    That store knows a compiled function by its name and first line alone. A process with other settings, or with
+    another version of us, would be given this graph, without a run of the pass.
+    """
+    if CompileContext.current_compile_id() is None or not getattr(torch._dynamo.config, "caching_precompile", False):
+        return
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    captured = InstructionTranslator.current_tx().output
+    captured.bypass_package("The fusion pass takes no part in the key of precompiled functions.")
 
 
 def sources_digest(roots: Iterable[Path]) -> bytes:

@@ -35,7 +35,12 @@ class FusionHook(CustomGraphPass):
         module = graph.owning_module
         if module is None or not _is_captured_whole(module):
             return
+        identity.leave_precompile()
         pipeline.conclude(pipeline.fuse(module, self.config), self.config, self.reports)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusionHook:
+        """Itself: AOTInductor compiles with a copy of its options, and the reports are wanted here."""
+        return self
 
     def uuid(self) -> bytes | None:
         """Ours and those of the earlier passes; None when one of them has none, as Inductor expects."""

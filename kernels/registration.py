@@ -188,15 +188,15 @@ class Operator:
 
     def forward(self, *args: Tensor | None, **options: Any) -> Any:
         """The kernel behind all dispatch keys."""
-        args = self.padded(args)
-        key = self._key(args, self.values(options))
+        args, values = self.padded(args), self.values(options)
+        key = self._key(args, values)
         replay = self._replays.get(key)
         if replay is not None:
             repeated = replay(args)
             if repeated is not NotImplemented:
                 return self._returned(repeated)
         with torch._C._AutoDispatchBelowAutograd():
-            planned = self._plan(*args, **options)
+            planned = self._plan(*args, **dict(zip(self.defaults, values, strict=True)))
             results = planned.run()
             replay = planned.replay(args, results)
         if replay is not None:
@@ -240,10 +240,11 @@ class Operator:
             return self.overload.redispatch(way, *args, **options)
 
     def values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Of all options, in the schema's order, hashable. One that is left out has its default."""
+        """Of all options, in the schema's order, hashable. One that is left out has its default. AOTInductor gives None
+        for an empty list."""
         given = [options.get(name, default) for name, default in self._default_items]
         for index in self._lists:
-            given[index] = tuple(given[index])
+            given[index] = tuple(given[index] or ())
         return tuple(given)
 
     def padded(self, args: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -83,6 +84,8 @@ class Choice:
 
 _kernels: list[Kernel] = []
 _discovered = False
+_lock = threading.RLock()
+"""Held while `_kernels` changes. Who reads it sees what it was before a change or after it: it is replaced."""
 _watchers: list[Callable[[], None]] = []
 
 
@@ -95,29 +98,34 @@ def register(kernel: Kernel) -> None:
     """Add a kernel. It stands where `ORDER` puts its name; an unknown name stands before all of them, the latest
     first."""
     _discover()
-    _insert(kernel)
+    with _lock:
+        _insert(kernel)
 
 
 def _insert(kernel: Kernel) -> None:
+    global _kernels
     if any(k.name == kernel.name and k.ops & kernel.ops for k in _kernels):
         raise ValueError(f"kernel {kernel.name!r} is registered already for {sorted(kernel.ops)}; choose another name.")
-    _kernels.insert(0, kernel)
-    _kernels.sort(key=lambda k: ORDER.index(k.name) if k.name in ORDER else -1)
+    place = {name: index for index, name in enumerate(ORDER)}
+    _kernels = sorted((kernel, *_kernels), key=lambda k: place.get(k.name, -1))
     for watcher in _watchers:
         watcher()
 
 
 def _discover() -> None:
+    """Import the back ends, once. A thread that asks in the meantime waits until all of them are there."""
     global _discovered
     if _discovered:
         return
-    _discovered = True
-    package = __name__.rpartition(".")[0]
-    for name in MODULES:
-        module = f"{package}.{name}"
-        if importlib.util.find_spec(module) is not None:
-            for kernel in getattr(importlib.import_module(module), "KERNELS", ()):
-                _insert(kernel)
+    with _lock:
+        if _discovered:
+            return
+        package = __name__.rpartition(".")[0]
+        names = (f"{package}.{name}" for name in MODULES)
+        modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name) is not None]
+        for kernel in (kernel for module in modules for kernel in getattr(module, "KERNELS", ())):
+            _insert(kernel)
+        _discovered = True
 
 
 def kernels(op: str | None = None) -> tuple[Kernel, ...]:

@@ -189,6 +189,14 @@ def test_the_backend_is_found_by_name() -> None:
     torch.testing.assert_close(gradient(compiled, x), gradient(once, x))
 
 
+def test_a_reset_of_dynamo_reaches_the_cuda_graphs_of_the_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[None] = []
+    monkeypatch.setattr("torch._inductor.cudagraph_trees.reset_cudagraph_trees", lambda: resets.append(None))
+    torch.compile(once, backend="fusion_pass", fullgraph=True)(torch.randn(5, 3))
+    torch._dynamo.reset()
+    assert resets
+
+
 def test_configuration_object_or_settings_not_both() -> None:
     assert fusion_pass.backend(strict=True).config == FusionConfig(strict=True)
     with pytest.raises(ConfigError, match="either a FusionConfig or settings"):

@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from compiling import as_it_is
+from torch._dynamo.package import CompilePackage
+from toy import ScaledSin
 
-from fusion_pass import FusionConfig
+from fusion_pass import FusionBackend, FusionConfig, inductor_options
 from fusion_pass.identity import sources_digest, uuid
 
 SCRIPT = """
@@ -93,6 +97,30 @@ def test_the_digest_covers_pass_patterns_and_kernels(monkeypatch: pytest.MonkeyP
     identity._code_digest.__wrapped__(())
     files = {file.name for root in seen for file in root.rglob("*.py")}
     assert {"plan.py", "site.py", "base.py", "registry.py"} <= files
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_the_store_of_precompiled_functions_gets_no_fused_graph(
+    hook: bool, toy: ScaledSin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key is a function's name and first line: a process with other settings would be given the graph."""
+    left_out: list[CompilePackage] = []
+    monkeypatch.setattr(CompilePackage, "bypass_current_entry", lambda package: left_out.append(package))
+    config = FusionConfig(expect=1)
+    x = torch.randn(3)
+    for stored in (False, True):
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(caching_precompile=stored):
+            if hook:
+                compiled = torch.compile(tripled_sine, options=inductor_options(config))
+            else:
+                compiled = torch.compile(tripled_sine, backend=FusionBackend(config, inner=as_it_is))
+            torch.testing.assert_close(compiled(x), tripled_sine(x))
+        assert len(left_out) == stored
+
+
+def tripled_sine(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) * 3.0
 
 
 def test_uuid_follows_what_shapes_the_graph() -> None:
