@@ -65,7 +65,7 @@ __device__ __forceinline__ Raw<T> load_row(Side side, const Heads& heads, int u,
 // writes a place again behind the barrier of the other, where all have read this one.
 constexpr int SUMS_AT_ONCE = NORM == LAYER ? 3 : 2;
 struct Exchange {
-  static constexpr int WIDTH = (MOST_WARPS + 3) / 4 * 4;  // warps of a place; those that do not exist give zero
+  static constexpr int WIDTH = (MOST_WARPS + 3) / 4 * 4;  // warps of a place, read four at a time; absent ones give zero
   using Sums = Acc[2][2][SUMS_AT_ONCE][WIDTH];
   Sums& sums;
   int turn;
@@ -90,6 +90,7 @@ struct Exchange {
 #pragma unroll
       for (int n = 0; n < N; ++n) place[n][team.warp] = values[n];
     }
+    // A barrier for each team; 0 is __syncthreads'.
     asm volatile("bar.sync %0, %1;" ::"r"(team.is_q ? 1 : 2), "r"(32 * team.warps()) : "memory");
 #pragma unroll
     for (int n = 0; n < N; ++n) {

@@ -21,7 +21,7 @@ constexpr bool WALKS_STAGED = STAGES > 0 && IN_BYTES == 16 && COPIES_TABLES;
 using Ring = RowRing<1, WALKS_STAGED>;
 // y = r R(x w): without a bias only r has to wait for the sum.
 constexpr bool SCALES_LAST = !HAS_BIAS;
-// Weights in float take registers of those that several blocks share.
+// More than 20 warps share a multiprocessor's 65536 registers: a thread has 96 or fewer, too few for weights in float, too.
 constexpr bool FEW_REGISTERS = WARPS * BLOCKS > 20;
 
 // x, the norm's input less its mean, becomes the result but for the factor r; `weight` and `bias` of its head.
