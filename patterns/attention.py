@@ -33,8 +33,6 @@ from .masked_scores import Frame, MaskRefused, MaskTerm, Meaning
 from .softmax_attention import check_no_dropout
 from .softmax_products import Leading
 
-_BSHD = (0, 1, 2, 3)
-
 
 @dataclass(frozen=True)
 class Attention:

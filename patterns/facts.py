@@ -13,7 +13,7 @@ from torch import fx
 
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.lanes import Value
-from fusion_pass.graph.site import Operand, Step
+from fusion_pass.graph.site import Operand
 
 Array = np.ndarray[Any, Any]
 
@@ -45,16 +45,6 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table as the operator reads it: `operand` gives `[B or 1, S or 1, T]` (or `[3, B or 1, S or 1, T]`);
-    `negative`: it holds minus the table.
-    """
-
-    operand: Operand
-    negative: bool = False
-
-
-@dataclass(frozen=True)
 class Norm:
     """`end` is the normalised `start`, with outer axes permuted and lanes possibly split into heads.
 
@@ -70,11 +60,6 @@ class Norm:
     eps: float | fx.Node
     weight: Operand | None = None
     bias: Operand | None = None
-
-
-def moved(node: fx.Node, *steps: Step | None) -> Operand:
-    """`node` through the steps that are not None."""
-    return Operand(node, tuple(step for step in steps if step is not None))
 
 
 def check_written_for_itself(effects: Effects, region: Container[fx.Node], results: Container[fx.Node]) -> None:

@@ -22,9 +22,9 @@ from fusion_pass.graph.repeats import Repeats
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site
 from fusion_pass.graph.vocabulary import layer_of
 
+from .axes import result_steps
 from .consumers import Use, use_of
 from .facts import Norm, Refused, check_written_for_itself
-from .layout import result_steps
 from .pairing import Pair, difference, same_scalar, same_tables
 from .qkv import Packed, packed
 from .reading import Reading, read, transferred

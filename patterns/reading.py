@@ -18,8 +18,8 @@ from fusion_pass.graph.region import between, frontier
 from fusion_pass.graph.site import Operand, changed
 from fusion_pass.graph.vocabulary import CASTS, Size, fake_tensor, holds, operation, sizes
 
+from .axes import Roles, memory_order, operand, roles_of
 from .facts import Norm, Refused, Rotation
-from .layout import Roles, memory_order, operand, roles_of
 from .norm_search import norm_after, norm_before
 from .rotary import rotation_between
 from .rotary_tables import tables_of
@@ -49,7 +49,7 @@ class Reading:
     norm_first: bool
     norm_scope: str
     names: tuple[str, ...]
-    """The roles (`layout.ROLES`) of the axes of `end` in front of the lanes."""
+    """The roles (`axes.ROLES`) of the axes of `end` in front of the lanes."""
     out_order: str
     out_dtype: torch.dtype
     region: frozenset[fx.Node] = field(repr=False)

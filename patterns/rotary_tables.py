@@ -19,8 +19,8 @@ from fusion_pass.graph.site import Operand
 from fusion_pass.graph.vocabulary import operation
 
 from . import mrope, tables
+from .axes import Roles
 from .facts import Refused, Rotation
-from .layout import Roles
 from .rotary import equal
 
 

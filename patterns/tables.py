@@ -112,7 +112,7 @@ def _as_operand(
             current.append(targets[d])
         axis += 1
     wanted_axes: list[int | str] = [o for o in order if o in current and o is not None] + ["lanes"]
-    # No graph is known that gets here: `layout.roles_of` takes no axis along which a table varies for the heads.
+    # No graph is known that gets here: `axes.roles_of` takes no axis along which a table varies for the heads.
     if sorted(map(str, wanted_axes)) != sorted(map(str, current)):
         raise Refused(f"{node.name!r} varies along an axis that is neither batch nor sequence.")
     if wanted_axes != current:
