@@ -59,11 +59,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     out, inplace = _given(node, "out"), _given(node, "inplace")
     if out is None and inplace is None and _writes_nothing(op, target):
         return []
-    written = (
-        []
-        if out is None
-        else [n for n in node.all_input_nodes if n in (out if isinstance(out, tuple | list) else [out])]
-    )
+    outs = out if isinstance(out, tuple | list) else [out]
+    written = [n for n in node.all_input_nodes if n in outs]
     written += _written_undeclared(node)
     if overloads := _overloads(target):
         return written + [n for overload in overloads for n in _written_by_schema(node, overload)]
@@ -115,8 +112,7 @@ def _parameters(target: Any) -> list[str]:
     name = canonical_name("call_function", target)
     if name not in _UNDECLARED_WRITES:
         return []
-    overload = target if isinstance(target, torch._ops.OpOverload) else getattr(torch.ops.aten, name).default
-    return [a.name for a in overload._schema.arguments if not a.kwarg_only]
+    return [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
 
 
 @lru_cache(maxsize=8192)
@@ -156,7 +152,7 @@ def _writes_first(op: str, target: Any) -> bool:
         name in ("setitem", "__setitem__", "copy_")
         or name in _OTHER_IN_PLACE_METHODS
         or arithmetic_in_place(op, target) is not None
-        or (op == "call_function" and target in _OTHER_IN_PLACE)
+        or target in _OTHER_IN_PLACE
     )
 
 
@@ -171,8 +167,7 @@ def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.
     written = []
     for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            by_position = position < len(node.args) and not argument.kwarg_only
-            value = node.args[position] if by_position else node.kwargs.get(argument.name)
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             values = value if isinstance(value, tuple | list) else [value]
             written += [v for v in values if isinstance(v, fx.Node)]
     return written
@@ -180,9 +175,9 @@ def _written_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.
 
 def _written_in_bodies(node: fx.Node) -> list[fx.Node]:
     """What the graphs write that `node`, as activation checkpointing, is given and calls with the rest."""
-    inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
-    bodies = [_module(n) for n in node.all_input_nodes if n.op == "get_attr" and fake(n) is None]
-    graphs = [body.graph for body in bodies if body is not None]
+    bodies = [n for n in node.all_input_nodes if n.op == "get_attr" and fake(n) is None]
+    inputs = [n for n in node.all_input_nodes if n not in bodies]
+    graphs = [module.graph for module in map(_module, bodies) if module is not None]
     if len(graphs) < len(bodies):
         return inputs  # what cannot be looked into may write all
     written = [n for graph in graphs for call in graph.nodes for n in written_arguments(call)]

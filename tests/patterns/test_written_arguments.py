@@ -15,6 +15,10 @@ from fusion_pass.graph.vocabulary import holds
 from fusion_pass.graph.writes import written_arguments
 
 aten = torch.ops.aten
+LIBRARY = torch.library.Library("fusion_pass_written", "DEF")
+LIBRARY.define("part(Tensor(a) table) -> Tensor(a)")
+LIBRARY.define("part.into(Tensor table, *, Tensor(a!) out) -> Tensor(a!)")
+
 Build = Callable[[fx.Graph, fx.Node, fx.Node, fx.Node], fx.Node]
 
 
@@ -72,6 +76,8 @@ CALLS: dict[str, tuple[Build, str]] = {
     "aten.add.out": (function(aten.add.out, "a", "b", out="c"), "c"),
     "aten.add, any overload": (function(aten.add, "a", "b"), ""),
     "aten, each of a list": (function(aten._foreach_add_.Scalar, ["a", "b"], 1), "ab"),
+    "view of a library's, any overload": (function(torch.ops.fusion_pass_written.part, "a"), ""),
+    "view of a library's, into another": (function(torch.ops.fusion_pass_written.part, "a", out="b"), "b"),
     "unknown operator of graphs": (function(torch.ops.higher_order.scan, "a", ["b"], "c"), "abc"),
     "checkpoint of nothing known": (function(torch.ops.higher_order.tag_activation_checkpoint, "a", "b"), ""),
     "module": (lambda graph, a, b, c: graph.call_module("layer", (a,), {"other": b}), "ab"),
@@ -89,27 +95,37 @@ def test_what_a_call_writes(name: str) -> None:
 
 
 def checkpointed(bodies: list[torch.nn.Module], owned: bool = True, spare: bool = False) -> list[str]:
-    """What a checkpointed region writes of its arguments a and b. `owned`: the graph is that of a module."""
+    """What a checkpointed region writes of its arguments a and b, and of the buffer `table`.
+    `owned`: the graph is that of a module.
+    """
     graph = fx.Graph()
-    a, b = graph.placeholder("a"), graph.placeholder("b")
     root = torch.nn.Module()
     for number, body in enumerate(bodies):
         root.add_module(f"body_{number}", body)
+    root.register_buffer("table", torch.ones(2))
     given = [graph.create_node("get_attr", f"body_{number}") for number in range(len(bodies))]
-    call = graph.call_function(torch.ops.higher_order.tag_activation_checkpoint, (*given, a, b, *((1,) * spare)))
+    a, b, table = graph.placeholder("a"), graph.placeholder("b"), graph.create_node("get_attr", "table")
+    table.meta["example_value"] = torch.ones(2)
+    others = (a, b, table, *((1,) * spare))
+    call = graph.call_function(torch.ops.higher_order.tag_activation_checkpoint, (*given, *others))
     if owned:
         fx.GraphModule(root, graph)
         (call,) = graph.find_nodes(op="call_function", target=call.target)
     return sorted(node.name for node in written_arguments(call))
 
 
-def body(write: bool, memory: bool = True) -> fx.GraphModule:
-    """A region of two tensors that writes to the second, or to none."""
+def body(writes: bool, tensors: int = 3, known: bool = True) -> fx.GraphModule:
+    """A region of some tensors that writes to the second of them, or to none. `known`: the view it writes through has a
+    shape.
+    """
     graph = fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    if memory:
-        x.meta["example_value"], y.meta["example_value"] = torch.ones(2), torch.ones(2)
-    graph.output(graph.call_method("mul_" if write else "mul", (y, 2)))
+    places = [graph.placeholder(f"x{number}") for number in range(tensors)]
+    for place in places:
+        place.meta["example_value"] = torch.ones(2)
+    view = graph.call_method("view", (places[1], 2))
+    if known:
+        view.meta["example_value"] = places[1].meta["example_value"].view(2)
+    graph.output(graph.call_method("mul_" if writes else "mul", (view, 2)))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -120,11 +136,12 @@ def test_what_a_region_writes() -> None:
 
 def test_region_of_which_too_little_is_known() -> None:
     """It may write to all that it is given."""
-    assert checkpointed([body(True, memory=False)]) == ["a", "b"]
-    assert checkpointed([body(True), body(False)]) == ["a", "b"]
-    assert checkpointed([body(True)], spare=True) == ["a", "b"]
-    assert checkpointed([torch.nn.Identity()]) == ["a", "b"]
-    assert checkpointed([body(False)], owned=False) == ["a", "b"]
+    everything = ["a", "b", "table"]
+    assert checkpointed([body(True, known=False)]) == everything
+    assert checkpointed([body(True, 2), body(False, 2)]) == everything
+    assert checkpointed([body(True)], spare=True) == everything
+    assert checkpointed([torch.nn.Identity()]) == everything
+    assert checkpointed([body(False)], owned=False) == everything
 
 
 @pytest.mark.parametrize(
@@ -136,6 +153,7 @@ def test_region_of_which_too_little_is_known() -> None:
         (torch.bfloat16, torch.float16, False),
         (torch.float16, torch.bfloat16, False),
         (torch.float64, torch.int64, True),
+        (torch.int64, torch.int8, True),
         (torch.float32, torch.float8_e4m3fn, False),
         (torch.float8_e4m3fn, torch.float8_e4m3fn, True),
         (torch.float8_e5m2, torch.float8_e4m3fn, False),
