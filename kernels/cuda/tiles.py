@@ -54,10 +54,16 @@ HANDED = {H200}
 interleaved MRoPE 13.36 to 12.66 / 86.25 to 83.80 us, Gemma 3 15.05 to 14.47 / 104.5 to 103.1, Flux 14.11 to 13.95 /
 99.4 to 98.5, 32+4 packed 11.23 to 11.20 / 77.8 to 77.0, heads of 64 6.83 to 6.67 / 42.5 to 42.1. Of 5 or 6 lanes: up
 to 1 % slower. By blocks of four warps Qwen3-8B 11.81 us instead of 11.85 / 83.2 instead of 83.9, but 32+8 packed
-12.28 instead of 12.21 / 86.8 instead of 86.1. And its warps have heads of two tokens, where those of one fill no
-whole number: 16+2 packed 6.67 to 6.53 / 42.06 to 41.53. Tables that no other sequence shares need not stay in the L2:
-16+2 42.11 to 41.71 / in training 46.26 to 45.61, others within 0.7 %; Gemma 3, whose four sequences share them, loses
-5 % so."""
+12.28 instead of 12.21 / 86.8 instead of 86.1. Its warps, too, have heads of two tokens (`FLAT`): 16+2 packed 6.67 to
+6.53 / 42.06 to 41.53. Tables that no other sequence shares need not stay in the L2: 16+2 42.11 to 41.71 / in training
+46.26 to 45.61, others within 0.7 %; Gemma 3, whose four sequences share them, loses 5 % so."""
+
+FLAT = {H200}
+"""Forward with a norm: a warp has heads of two tokens where those of one fill no whole number of warps. H200, two runs:
+16+16 heads of 80, 2048 tokens 7.34 to 7.18 and 7.26 to 7.10 us, in training 9.74 to 9.53, 1024 tokens 4.49 to 4.42,
+4096 12.94 to 12.60 (256: 2.31 to 2.35). One run: 16+16 of 72, 2048 / 8192 tokens 8.63 to 8.43 / 29.49 to 28.70; 28+6 of
+112 10.10 to 9.97 / 33.83 to 33.78; 20+4 of 96 and 32+32 of 80 the same. Not with prefetches: 16+16 of 80, 16384 tokens
+44.92 to 45.32, 32+32 of 80, 8192 tokens 43.95 to 44.57."""
 
 PREFETCHED_BYTES = {H100: 0, H200: 5 * 2**19}
 """Forward: so much of x lies between what a warp loads and what it prefetches. H200, 16384 tokens, 32+8 packed heads:
@@ -100,7 +106,11 @@ def forward_tile(
         tile = tile._replace(keeps=bool(constants["BATCHED"]))
         if _hands_tables(constants, accesses):
             tile = _handed(tile, constants, accesses)
-    return tile._replace(prefetches=_prefetches(constants, accesses, tile) if prefetches else "")
+    tile = tile._replace(prefetches=_prefetches(constants, accesses, tile) if prefetches else "")
+    usual = constants["NORM"] != "NO_NORM" and not constants["GATHER"] and not constants["COUNTED"]
+    if measured in FLAT and usual and tile.unroll == 1 and not tile.prefetches:
+        tile = tile._replace(flat=_fill_no_whole_warps(constants))
+    return tile
 
 
 def prefetched_tokens(tokens: int, token_bytes: int, card: Card) -> int:
@@ -206,8 +216,13 @@ def _handed(tile: Tile, constants: Mapping[str, Constant], accesses: Mapping[str
         return tile._replace(tables="handed")
     if accesses["TABLE_BYTES"].itemsize == 2:
         tile = tile._replace(warps=4, blocks=8)
+    return tile._replace(tables="handed", flat=_fill_no_whole_warps(constants))
+
+
+def _fill_no_whole_warps(constants: Mapping[str, Constant]) -> bool:
+    """A token's heads."""
     heads, held = int(constants["Q_HEADS"]) + int(constants["K_HEADS"]), heads_per_warp(constants)
-    return tile._replace(tables="handed", flat=heads > held and heads % held > 0)
+    return heads > held and heads % held > 0
 
 
 def _staged(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:

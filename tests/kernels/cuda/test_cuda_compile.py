@@ -15,7 +15,7 @@ from triton import knobs
 
 from fusion_pass.kernels.card import H100, H200, Card
 from fusion_pass.kernels.cuda import compiler, norm_rope, tiles
-from fusion_pass.kernels.cuda.instance import Instance
+from fusion_pass.kernels.cuda.instance import Instance, heads_per_warp
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 _missing = compiler.unavailable()
@@ -103,7 +103,7 @@ def check_loads(cases: list[Case], card: Card, folder: Path) -> None:
         seen.add(instance.source())
         loads = loads_of_forward(instance, folder)
         if loads is None:
-            assert instance.constants["NORM"] == "NO_NORM", str(case)
+            assert instance.constants["NORM"] == "NO_NORM" or heads_per_warp(instance.constants) == 32, str(case)
             continue
         exchanging += 1
         before, behind = loads
