@@ -20,10 +20,10 @@ from .vocabulary import CASTS, fake_tensor, operation
 
 def check_cast(old: torch.dtype, new: torch.dtype) -> None:
     """Raise `Opaque` unless numbers of `old` are the same in `new`, up to rounding that is not meant."""
+    if torch.bool in (old, new) or old.is_complex != new.is_complex:
+        raise Opaque("a cast between kinds of numbers, or of truth values")
     if old == new:
         return
-    if torch.bool in (old, new) or old.is_complex != new.is_complex:
-        raise Opaque("cast between kinds of numbers")
     if any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in (old, new)):
         raise Opaque("a cast to floating-point numbers of eight bits, whose rounding is meant, or from them")
     if old.is_floating_point and not new.is_floating_point:
@@ -34,8 +34,6 @@ def _cast(context: Context, node: fx.Node, x: Value, *args: Any, **kwargs: Any) 
     new, old = fake_tensor(node), fake_tensor(node.args[0] if node.args else None)
     if new is None or old is None:
         raise Opaque("cast of an unknown tensor")
-    if old.dtype == torch.bool:
-        raise Opaque("truth values")
     check_cast(old.dtype, new.dtype)
     return x
 

@@ -94,11 +94,16 @@ def one_token(angle: Tensor, w: Tensor, q: Tensor, k: Tensor, here: Tensor, ther
     return q, k
 
 
-def test_one_place_is_not_another():
+@pytest.mark.parametrize("computed", [False, True])
+def test_one_place_is_not_another(computed):
     """Of an index of one element no axis says which place it is."""
+
+    def model(angle, *others):
+        return one_token(angle * 2 if computed else angle, *others)
+
     given = torch.randn(PLACES, D // 2), torch.rand(D) + 0.5, *torch.randn(2, B, 1, H, D)
     places = torch.randint(0, PLACES, (2, 1))
-    assert [site.fusion for site in sites_of(one_token, *given, *places)] == ["norm_rope", "norm_rope"]
+    assert [site.fusion for site in sites_of(model, *given, *places)] == ["norm_rope", "norm_rope"]
 
 
 def test_rows_that_are_lanes():

@@ -198,6 +198,8 @@ NOT_MODELLED: dict[str, Operation] = {
     "cut to integers": lambda x: x.long().double(),
     "truth values": lambda x: x.bool().double(),
     "complex": lambda x: x.to(torch.complex128),
+    "the real part by a cast": lambda x: torch.complex(x, x * 2).to(torch.float64),
+    "truth of integers": lambda x: torch.tensor([0, 2]).to(torch.bool),
     "eight bits": lambda x: x.to(torch.float8_e4m3fn).double(),
     "bits": lambda x: x.view(torch.int64),
     "sequence split": lambda x: x[:, :6],
