@@ -77,16 +77,33 @@ def first_layout_reader(node: fx.Node, value: torch.Tensor, inside: frozenset[fx
 
 
 def steps_to_layout(original: torch.Tensor) -> tuple[Step, ...] | None:
-    """Steps that copy a tensor into the strides of `original`; None unless those are a dense permutation."""
-    try:
-        strides = [int(stride) for stride in original.stride()]
-        order = sorted(range(original.dim()), key=lambda axis: (-strides[axis], axis))
-    except Exception:  # strides with symbols of unknown order
-        return None
-    if not original.permute(order).is_contiguous():
+    """Steps that copy a tensor into the strides of `original`; None unless those are known to be a dense permutation.
+
+    Nothing is asked of a symbolic stride that would fix it to the number of this call.
+    """
+    order = _order_in_memory(original)
+    if order is None or not _is_dense(original.permute(order)):
         return None
     inverse = [order.index(axis) for axis in range(original.dim())]
     return (Step("permute", tuple(order)), Step("contiguous"), Step("permute", tuple(inverse)))
+
+
+def _order_in_memory(tensor: torch.Tensor) -> list[int] | None:
+    """The axes from the longest stride to the shortest, as they are in this call; None if that is not known."""
+    strides = [stride if isinstance(stride, int) else stride.node.hint for stride in tensor.stride()]
+    if None in strides:
+        return None
+    return sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it is contiguous for every value of its symbols."""
+    expected: int | torch.SymInt = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not (statically_known_true(size == 1) or statically_known_true(stride == expected)):
+            return False
+        expected = expected * size
+    return True
 
 
 def returned_detached(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import eager
+from compiling import as_it_is, eager
 from torch import Tensor, fx
 
 from fusion_pass import FusionBackend, FusionConfig
@@ -19,19 +19,36 @@ torch.library.register_fake(
 )
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    y = x * torch.cat([cos, cos], -1) + torch.cat([-second, first], -1) * torch.cat([sin, sin], -1)
+    return torch.ops.fusion_pass_layout_tests.strides(y * 2)
+
+
+def heads_first(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x `[batch, tokens, 4 heads, 16]`, head by head in memory, and tables."""
+    cos, sin = torch.randn(2, batch, tokens, 1, 8)
+    return torch.randn(4, batch, tokens, 16).permute(1, 2, 0, 3), cos, sin
+
+
 def test_an_operator_of_somebody_elses_sees_the_strides_of_the_model() -> None:
     """Its fake implementation does not say that it reads them."""
-
-    def model(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        y = x * torch.cat([cos, cos], -1) + torch.cat([-second, first], -1) * torch.cat([sin, sin], -1)
-        return torch.ops.fusion_pass_layout_tests.strides(y * 2)
-
-    x = torch.randn(4, 2, 24, 16).permute(1, 2, 0, 3)  # [batch, tokens, heads, head_dim], head by head in memory
-    cos, sin = torch.randn(2, 2, 24, 1, 8)
     backend = FusionBackend(FusionConfig(allow_reference=True, expect={"rope": 1}), inner=eager)
-    strides = torch.compile(model, backend=backend, fullgraph=True)(x, cos, sin)
-    assert strides.tolist() == model(x, cos, sin).tolist() == [384, 16, 768, 1]
+    given = heads_first(2, 24)
+    strides = torch.compile(rotated, backend=backend, fullgraph=True)(*given)
+    assert strides.tolist() == rotated(*given).tolist() == [384, 16, 768, 1]
+
+
+def test_strides_are_restored_for_every_length() -> None:
+    """Asked for their numbers, symbolic strides would be fixed to those of the first call, and each length compiled."""
+    backend = FusionBackend(FusionConfig(allow_reference=True, expect={"rope": 1}), inner=as_it_is)
+    compiled = torch.compile(rotated, backend=backend, fullgraph=True)
+    for batch, tokens in ((2, 24), (3, 17), (5, 40)):
+        given = heads_first(batch, tokens)
+        for tensor in given:
+            torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
+        assert compiled(*given).tolist() == rotated(*given).tolist() == [16 * tokens, 16, 16 * tokens * batch, 1]
+    assert len(backend.reports) == 1
 
 
 @pytest.mark.parametrize("alias", [True, False])
