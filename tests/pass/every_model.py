@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from test_models import assert_no_worse, eager_steps, exact_step, step
 from torch import nn
 from torch.utils import _pytree as pytree
+from training_steps import assert_no_worse, eager_steps, exact_step, step
 
 from fusion_pass import zoo
 from fusion_pass.patterns.unrotated import NOT_ROTATED

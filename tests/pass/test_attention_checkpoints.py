@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from compiling import CountingCompiler
-from test_models import assert_no_worse, exact_step, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training_steps import assert_no_worse, exact_step, step
 
 from fusion_pass import FusionBackend, FusionConfig, zoo
 

@@ -20,7 +20,7 @@ from every_model import (
     compare_steps,
     shorter,
 )
-from test_models import backend
+from training_steps import backend
 
 from fusion_pass import FusionBackend, FusionConfig, zoo
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from compiling import eager
-from test_models import assert_no_worse, eager_steps, exact_step, step
 from torch import distributed, nn
+from training_steps import assert_no_worse, eager_steps, exact_step, step
 
 from fusion_pass import FusionBackend, FusionConfig, zoo
 

@@ -27,7 +27,7 @@ from every_model import (
     expected,
     shorter,
 )
-from test_models import NORM_AND_ROTATION
+from training_steps import NORM_AND_ROTATION
 
 from fusion_pass import FusionBackend, FusionConfig, zoo
 

@@ -20,9 +20,9 @@ from every_model import (
     shorter,
     tensors,
 )
-from test_models import assert_no_worse, eager_steps, exact_step, step
 from torch import nn
 from torch.utils import _pytree as pytree
+from training_steps import assert_no_worse, eager_steps, exact_step, step
 
 import fusion_pass
 from fusion_pass import FusionBackend, FusionConfig, zoo

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from compiling import capture
-from test_models import assert_no_worse
 from torch import fx
+from training_steps import assert_no_worse
 
 from fusion_pass import FusionConfig, pipeline, zoo
 from fusion_pass.extensions import patterns

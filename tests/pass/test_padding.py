@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_models import assert_no_worse, backend, exact_step, step
+from training_steps import assert_no_worse, backend, exact_step, step
 
 from fusion_pass import zoo
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import as_it_is, capture, eager
-from test_models import assert_no_worse
 from torch import Tensor
+from training_steps import assert_no_worse
 
 import fusion_pass
 from fusion_pass.graph.gradients import Stops

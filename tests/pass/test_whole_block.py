@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from test_models import assert_no_worse, exact_step, step
 from torch import Tensor, fx, nn
+from training_steps import assert_no_worse, exact_step, step
 
 import fusion_pass
 from fusion_pass import FusionBackend, FusionConfig, zoo
