@@ -32,6 +32,8 @@ pytestmark = pytest.mark.gpu
 
 NORM_AND_ROTATION = ("qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope")
 BF16 = torch.bfloat16
+TOO_NARROW = ("cogview4", "mochi", "sana")
+"""Their heads have four lanes in the zoo; attention kernels take multiples of 8."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,7 @@ def assert_outputs(compiled: Any, module: nn.Module, inputs: Mapping[str, Any], 
         Combination(dynamic=False, training=True, dtype=torch.float32),
         Combination(dynamic=False, training=False, dtype=BF16),
         Combination(dynamic=True, training=True, dtype=BF16),
+        Combination(dynamic=True, training=False, dtype=BF16),
     ],
     ids=str,
 )
@@ -73,6 +76,8 @@ def assert_outputs(compiled: Any, module: nn.Module, inputs: Mapping[str, Any], 
 def test_every_model(name: str, how: Combination) -> None:
     """Every fusion at once, by the kernels of this card alone (no `allow_reference`), without Inductor's code beside
     them."""
+    if (name, how.dtype) == ("gpt_oss", torch.float32):
+        pytest.skip("AOTAutograd cannot trace its experts in float32 on a GPU, with the pass or without it")
     try:
         module, inputs = zoo.build(name, dtype=how.dtype, device="cuda")
     except ModuleNotFoundError as missing:
@@ -85,7 +90,12 @@ def test_every_model(name: str, how: Combination) -> None:
         compare(compiled, module, to("cuda", shorter(name, inputs)), how.dtype)
     compare(compiled, module, inputs, how.dtype)
     assert_found(compiler.reports, expected(name, how))
-    assert_every_attention_fused(compiler.reports)
+    if name in TOO_NARROW:
+        reasons = [site.reason for report in compiler.reports for site in report.sites if site.fusion == "attention"]
+        assert reasons
+        assert all("multiple of 8" in reason for reason in reasons)
+    else:
+        assert_every_attention_fused(compiler.reports)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
