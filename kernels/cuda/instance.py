@@ -2,7 +2,7 @@
 
 An instance depends on dtypes, options, head counts, which arguments there are, and how wide memory may be accessed;
 never on strides beyond their alignment or on eps, and on the number of tokens only by the tile (few or many).
-docs/cuda.md has a table of the constants.
+source/constants.cuh says what each constant means.
 """
 
 from __future__ import annotations

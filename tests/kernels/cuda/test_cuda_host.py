@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import stat
 from array import array
 from dataclasses import replace
@@ -13,8 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import BESIDE_THE_SUMS, INTERLEAVED, MODEL_SIZE, SECTIONED, STAGED, STAGED_TABLES, by_kernel, prepared
+from cuda_cases import (
+    BESIDE_THE_SUMS,
+    INTERLEAVED,
+    MODEL_SIZE,
+    SECTIONED,
+    STAGED,
+    STAGED_TABLES,
+    by_kernel,
+    over_one_head,
+    prepared,
+)
 from norm_rope_cases import CASES, Case
+from test_norm_rope_numerics import LARGE
 
 from fusion_pass import FusionConfig
 from fusion_pass.kernels import cuda, registry
@@ -28,6 +40,22 @@ from fusion_pass.kernels.streams import Stream
 
 BY_NAME = {case.name: case for case in CASES}
 BF16 = torch.bfloat16
+
+
+def test_constants_are_explained_in_one_place() -> None:
+    """source/constants.cuh names all that is generated, and no constant that is not."""
+    table = (compiler.SOURCES / "constants.cuh").read_text().partition("#pragma once")[0]
+    types: set[str] = set()
+    constants: set[str] = set()
+    for case in [*MODEL_SIZE, BESIDE_THE_SUMS, *(case for case in LARGE if not over_one_head(case))]:
+        for work in prepared(case):
+            instance = work.launch.instance  # type: ignore[attr-defined]
+            types |= set(instance.types)
+            constants |= {*instance.constants, *instance.accesses}
+    assert types <= set(re.findall(r"\w+", table))
+    assert constants == set(re.findall(r"\b[A-Z][A-Z_]*[A-Z]\b", table))
+
+
 INTERLEAVED_80 = {"mrope_layout": "interleaved", "mrope_section": [14, 13, 13]}
 
 
