@@ -12,6 +12,7 @@ from torch._guards import CompileContext
 
 from fusion_pass import recognise, report, rewrite
 from fusion_pass.config import FusionConfig
+from fusion_pass.control_flow import ControlFlow
 from fusion_pass.errors import FusionError
 from fusion_pass.graph.gradients import Stops
 from fusion_pass.graph.site import Refusal, Site
@@ -34,7 +35,8 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
     before = _text(module) if texts else ""
     verifier = Verifier(config)
     with _no_collection():
-        sites = [record for body in _bodies_first(module) for record in _fuse_one(body, config, verifier)]
+        flow = ControlFlow(module)
+        sites = [record for body in _bodies_first(module) for record in _fuse_one(body, config, verifier, flow)]
     report.log.debug("%d places read in %.1f ms", len(sites), 1e3 * (time.perf_counter() - started))
     return Report(tuple(sites), before, _text(module) if texts else "", graph_id())
 
@@ -75,11 +77,11 @@ def _is_new_attempt() -> bool:
     return context is not None and context.attempt > 0
 
 
-def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) -> list[SiteReport]:
+def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier, flow: ControlFlow) -> list[SiteReport]:
     """Fuse in one graph, without those that it calls. Returns the record of every place, in the graph's order."""
     failures: list[SiteReport] = []
     found = recognise.places(module.graph, config, failures)
-    sites = _Sites(module.graph, config, verifier)
+    sites = _Sites(module.graph, config, verifier, flow)
     index_of = {id(place): index for index, place in enumerate(found)}
     records: dict[int, SiteReport] = {}
     joined: set[int] = set()
@@ -108,9 +110,10 @@ def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier) 
 class _Sites:
     """The sites of one graph that have become calls, and what the next one has to know of them."""
 
-    def __init__(self, graph: fx.Graph, config: FusionConfig, verifier: Verifier) -> None:
+    def __init__(self, graph: fx.Graph, config: FusionConfig, verifier: Verifier, flow: ControlFlow) -> None:
         self._config = config
         self._verifier = verifier
+        self._flow = flow
         self._taken: set[fx.Node] = set()
         self.renamed: dict[fx.Node, fx.Node] = {}
         """Which node took the place of which."""
@@ -124,6 +127,7 @@ class _Sites:
         """Plan, verify and rewrite `site`; its record, which says why not where it is left alone."""
         try:
             plan = plan_site(site, self._config, self.renamed, self._repeats, self._stops)
+            self._flow.check(plan)
         except Unplannable as reason:
             return report.skipped(site, str(reason))
         except FusionError:

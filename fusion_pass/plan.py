@@ -20,6 +20,7 @@ from torch import fx
 from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_pass.config import FusionConfig
 from fusion_pass.errors import FusionError
@@ -166,6 +167,8 @@ def _why_not_evaluated(node: fx.Node) -> str:
             f"{node.name!r} is inside torch.func.grad, vjp or jvp, which the operators are not made for; "
             "backward() through the compiled function is fused."
         )
+    if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
+        return f"{node.name!r} is a {type(value).__name__}, a tensor made of others, which the operators do not take."
     return f"The graph carries no shape information (no fake value) for {node.name!r}."
 
 
