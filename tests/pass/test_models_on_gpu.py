@@ -120,3 +120,12 @@ def test_every_fusion_through_inductor(name: str, mode: str | None) -> None:
     for _ in range(2):
         step(compiled, module, inputs)
     assert_step(compiled, module, inputs, BF16)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["", "keep_rotated"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl", "gemma3", "olmo2", "qwen3_fused_qkv"])
+def test_whole_block(name: str, kept: bool) -> None:
+    module, inputs = zoo.build(name, layers=2, dtype=BF16, device="cuda")
+    config = FusionConfig(whole_block=True, keep_rotated=kept, expect={"norm_rope_attention": 2})
+    compiler = FusionBackend(config, inner=eager)
+    assert_step(torch.compile(module, backend=compiler, fullgraph=True), module, inputs, BF16)
