@@ -236,28 +236,46 @@ def _expanded(heads: Heads, axis: int) -> Heads | None:
 
 def _unsplit(heads: Heads) -> Heads | None:
     """Axes of heads as they were before a view split, joined or added them, or a group was expanded from one."""
-    parent, group = _source(heads.node), heads.group
+    parent = _source(heads.node)
     if parent is None:
         return None
-    name, before, after = operation(heads.node), sizes(_tensor(parent)), sizes(_tensor(heads.node))
-    b, s, h, d = heads.order
     if heads.merged is not None:
-        if name != "view" or before != (*after[:b], *heads.merged, *after[b + 1 :]):
-            return None
-        s, d = (axis + (axis > b) for axis in (s, d))
-        return replace(heads, node=parent, order=(b, s, b + 1, d), merged=None)
-    if group is None or h is None:
+        return _unmerged(heads, parent, heads.merged)
+    if heads.group is None or heads.order[2] is None:
         return None
-    rest = (*after[:group], *after[group + 1 :])
-    if name == "expand" and before == (*after[:group], 1, *after[group + 1 :]) and isinstance(after[group], int):
-        return replace(heads, node=parent, groups=heads.groups * cast(int, after[group]))
-    # One axis is left of the two: an axis of length one goes, or a view has split one into two that are neighbours.
-    added = after[group] == 1 and before == rest
+    return _unexpanded(heads, parent, heads.group) or _ungrouped(heads, parent, heads.order[2], heads.group)
+
+
+def _unmerged(heads: Heads, parent: fx.Node, merged: tuple[Size, int]) -> Heads | None:
+    """`[B, H, S, D]` that a view made `[B * H, S, D]`."""
+    b, s, _, d = heads.order
+    after = heads._sizes
+    if operation(heads.node) != "view" or sizes(_tensor(parent)) != (*after[:b], *merged, *after[b + 1 :]):
+        return None
+    s, d = (axis + (axis > b) for axis in (s, d))
+    return replace(heads, node=parent, order=(b, s, b + 1, d), merged=None)
+
+
+def _unexpanded(heads: Heads, parent: fx.Node, group: int) -> Heads | None:
+    """A group of heads that was expanded from one."""
+    after = heads._sizes
+    shared = after[group]
+    if operation(heads.node) != "expand" or not isinstance(shared, int):
+        return None
+    if sizes(_tensor(parent)) != (*after[:group], 1, *after[group + 1 :]):
+        return None
+    return replace(heads, node=parent, groups=heads.groups * shared)
+
+
+def _ungrouped(heads: Heads, parent: fx.Node, head: int, group: int) -> Heads | None:
+    """One axis of heads that became two: by an axis of length one, or by a view that splits it into neighbours."""
+    name, before, after = operation(heads.node), sizes(_tensor(parent)), heads._sizes
+    added = after[group] == 1 and before == (*after[:group], *after[group + 1 :])
     inserted = name == "unsqueeze" or (name == "getitem" and _inserts_one_axis(heads.node.args[1]))
-    split = group == h + 1 and before == (*after[:h], after[h] * after[group], *after[group + 1 :])
+    split = group == head + 1 and before == (*after[:head], after[head] * after[group], *after[group + 1 :])
     if not (added and (inserted or name == "view")) and not (split and name == "view"):
         return None
-    b, s, h, d = (axis - (axis > group) for axis in (b, s, h, d))
+    b, s, h, d = (axis - (axis > group) for axis in (heads.order[0], heads.order[1], head, heads.order[3]))
     return replace(heads, node=parent, order=(b, s, h, d), group=None)
 
 

@@ -74,6 +74,7 @@ def cast_to(element: Element, dtype: torch.dtype) -> Element:
 
 
 def tensor_of(node: Any) -> torch.Tensor:
+    """The fake tensor of `node`."""
     tensor = fake_tensor(node)
     if tensor is None:
         raise Unreadable("no tensor")
@@ -81,6 +82,7 @@ def tensor_of(node: Any) -> torch.Tensor:
 
 
 def rank_of(node: Any) -> int:
+    """Number of axes of a tensor node."""
     return tensor_of(node).dim()
 
 
@@ -94,6 +96,7 @@ def size_of(value: Any) -> Size:
 
 
 def integer(value: Any) -> int:
+    """A known integer."""
     known = size_of(value)
     if not isinstance(known, int):
         raise Unreadable("not a known integer")
@@ -252,6 +255,7 @@ def _absolute(reader: Reader, node: fx.Node, x: Any) -> Element:
 
 
 def linear_of(element: Element) -> Linear:
+    """An element that is an integer."""
     if not isinstance(element, Linear):
         raise Unreadable("not an integer")
     return element

@@ -24,7 +24,7 @@ from fusion_pass.graph.vocabulary import fake_tensor, layer_of, operation, sizes
 
 from .facts import Array, Refused
 from .rotary import TOLERANCE, equal
-from .tables import axis_targets, spaced
+from .tables import arranged, axis_targets, spaced
 
 
 @dataclass(frozen=True)
@@ -149,22 +149,14 @@ def _choice(value: Value, wanted: Array) -> tuple[list[int], int] | None:
 def _operand(
     node: fx.Node, value: Value, pairs: int, step: int, roles: Sequence[Value], order: Sequence[int | None]
 ) -> Operand:
+    """`[3, *order, pairs]` of a node `[3, ..., lanes]`, of which a pair has `step` lanes."""
     targets = axis_targets(value, roles)
     last = value.rank - 1
-    steps: list[Step] = list(spaced(last, 0, step, pairs, value.shape[last]))
-    kept: list[int] = []
-    axis = 1
-    for d in range(1, last):
-        target = targets[d]
+    steps = spaced(last, 0, step, pairs, value.shape[last])
+    current: list[int | str] = ["rows"]
+    for target in targets[1:last]:
         if target is None:
-            steps.append(Step("select", (axis, 0)))
+            steps.append(Step("select", (len(current), 0)))
         else:
-            kept.append(target)
-            axis += 1
-    wanted = [o for o in order if o in kept and o is not None]
-    if sorted(wanted) != sorted(kept):  # no graph is known that gets here: see `tables`
-        raise Refused(f"{node.name!r} varies along an axis that is neither batch nor sequence.")
-    if wanted != kept:
-        steps.append(Step("permute", (0, *(1 + kept.index(o) for o in wanted), len(kept) + 1)))
-    steps += [Step("unsqueeze", (1 + i,)) for i, o in enumerate(order) if o is None or o not in kept]
-    return Operand(node, tuple(steps))
+            current.append(target)
+    return Operand(node, (*steps, *arranged(node, [*current, "lanes"], ["rows", *order, "lanes"])))

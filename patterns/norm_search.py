@@ -26,6 +26,9 @@ _HOMOGENEOUS = MOVEMENTS | CASTS | frozenset({"mul", "div", "add", "sub", "neg",
 
 
 def norm_before(root: Evaluator, rotation: Rotation) -> Norm | None:
+    """The norm whose result is rotated; None if what is rotated is no reduction's. Raises `Refused` for a reduction
+    that is not proved to be a norm, or a norm that the operators do not take.
+    """
     end = rotation.start
 
     def one_tensor(node: fx.Node) -> bool:
@@ -90,6 +93,9 @@ def _elements(node: fx.Node) -> Size | None:
 
 
 def norm_after(root: Evaluator, rotation: Rotation) -> Norm | None:
+    """The norm of what was rotated; None if there is none, or none that the operators take: the rotation is fused
+    without it.
+    """
     reach = downstream(rotation.end, 24, lambda n: modelled(n) and operation(n) != "cat")
     if not any(operation(n) in _REDUCTIONS for n in reach):
         return None

@@ -55,9 +55,11 @@ def norm_between(root: Evaluator, start: fx.Node, end: fx.Node, frontier: Sequen
     kind, eps, weight, bias = fact
     nodes = candidates(frontier)
     weight_operand, one_plus = _weight(root, weight, nodes, end)
-    bias_operand = None if bias is None or not bias.any() else _parameter(root, bias, nodes, end)
-    if bias_operand is None and bias is not None and bias.any():
-        raise Refused("The bias of the norm is not a tensor of the graph that holds one entry for each lane.")
+    bias_operand = None
+    if bias is not None and bias.any():
+        bias_operand = _parameter(root, bias, nodes, end)
+        if bias_operand is None:
+            raise Refused("The bias of the norm is not a tensor of the graph that holds one entry for each lane.")
     if one_plus and kind == "layer":
         raise Refused("A LayerNorm with a weight stored as w - 1 has no operator.")
     return Norm(start, end, axes, "rms_one_plus" if one_plus else kind, width, eps, weight_operand, bias_operand)
@@ -106,13 +108,15 @@ def _align(study: Study, value: object) -> tuple[Array, Array, tuple[int | None,
 
 
 def _scalars(root: Evaluator) -> list[tuple[Array, float | fx.Node]]:
+    """What may be an eps: its numbers, and the literal or the node that they stand for."""
     return [(value.data.reshape(-1), meaning) for value, meaning in root.scalars.values()]
 
 
-_Reading = tuple[str, "float | fx.Node", Array, "Array | None"]
+_Formula = tuple[str, "float | fx.Node", Array, "Array | None"]
+"""Kind, eps, weight and bias."""
 
 
-def _rms(root: Evaluator, x: Array, y: Array) -> _Reading | None:
+def _rms(root: Evaluator, x: Array, y: Array) -> _Formula | None:
     mean = (x * x).mean(-1, keepdims=True)
     for eps, meaning in [*_scalars(root), (np.zeros(len(x)), 0.0)]:
         normalised = x / np.sqrt(mean + eps.reshape(-1, *(1,) * (x.ndim - 1)))
@@ -122,7 +126,7 @@ def _rms(root: Evaluator, x: Array, y: Array) -> _Reading | None:
     return None
 
 
-def _layer(root: Evaluator, x: Array, y: Array) -> _Reading | None:
+def _layer(root: Evaluator, x: Array, y: Array) -> _Formula | None:
     centred = x - x.mean(-1, keepdims=True)
     variance = (centred * centred).mean(-1, keepdims=True)
     for eps, meaning in _scalars(root):

@@ -71,54 +71,55 @@ def find(
 def _as_operand(
     node: fx.Node, value: Value, wanted: Array, roles: Sequence[Value], order: Sequence[int | None]
 ) -> Operand | None:
-    steps: list[Step] = []
-    data = value.data[:, 0]
-    if np.iscomplexobj(data):
-        # The last axis seen as [..., T, 2], real and imaginary.
-        tensor = fake_tensor(node)
-        assert tensor is not None
-        if tensor.requires_grad:
-            raise Refused(f"{node.name!r} requires a gradient, and seen as real numbers it passes none on.")
-        data = np.stack([data.real, data.imag], -1)
-        shape = (*value.shape, 2)
-        axes = {s: (*p, None) for s, p in value.axes.items()}
-        steps += [
-            *([Step("resolve_conj")] if tensor.is_conj() else []),
-            # The last axis is seen as pairs, so its entries must lie side by side.
-            *([] if statically_known_true(tensor.stride(-1) == 1) else [Step("contiguous")]),
-            Step("view", (tensor.real.dtype,)),
-            Step("unflatten", (-1, (value.shape[-1], 2))),
-        ]
-        value = Value(shape, data[:, None], axes)
-    place = locate(data, wanted)
+    value, steps = _as_real(node, value)
+    place = locate(value.data[:, 0], wanted)
     if place is None:
         return None
     targets = axis_targets(value, roles)
     lane_axis, start, step, fixed = place
-    length = wanted.shape[1]
-    axis = 0
-    current: list[int | str | None] = []
+    current: list[int | str] = []
     for d in range(value.rank):
+        axis, target = len(current), "lanes" if d == lane_axis else targets[d]
         if d == lane_axis:
-            steps += spaced(axis, start, step, length, value.shape[d])
-            current.append("lanes")
-        elif d in fixed:
-            steps.append(Step("select", (axis, fixed[d])))
-            continue
-        elif targets[d] is None:
-            steps.append(Step("select", (axis, 0)))
-            continue
+            steps += spaced(axis, start, step, wanted.shape[1], value.shape[d])
+        if target is None or d in fixed:
+            steps.append(Step("select", (axis, fixed.get(d, 0))))
         else:
-            current.append(targets[d])
-        axis += 1
-    wanted_axes: list[int | str] = [o for o in order if o in current and o is not None] + ["lanes"]
+            current.append(target)
+    return Operand(node, (*steps, *arranged(node, current, [*order, "lanes"])))
+
+
+def _as_real(node: fx.Node, value: Value) -> tuple[Value, list[Step]]:
+    """Complex numbers with one more axis, `[..., T, 2]`, real and imaginary, and the steps to it; real ones as they
+    are.
+    """
+    if not np.iscomplexobj(value.data):
+        return value, []
+    tensor = fake_tensor(node)
+    assert tensor is not None
+    if tensor.requires_grad:
+        raise Refused(f"{node.name!r} requires a gradient, and seen as real numbers it passes none on.")
+    steps = [
+        *([Step("resolve_conj")] if tensor.is_conj() else []),
+        # The last axis is seen as pairs, so its entries must lie side by side.
+        *([] if statically_known_true(tensor.stride(-1) == 1) else [Step("contiguous")]),
+        Step("view", (tensor.real.dtype,)),
+        Step("unflatten", (-1, (value.shape[-1], 2))),
+    ]
+    axes = {source: (*paths, None) for source, paths in value.axes.items()}
+    return Value((*value.shape, 2), np.stack([value.data.real, value.data.imag], -1), axes), steps
+
+
+def arranged(node: fx.Node, current: Sequence[int | str], wanted: Sequence[int | str | None]) -> list[Step]:
+    """The steps from the axes `current` of an operand made of `node` to the axes `wanted`, of which None and what is
+    not in `current` have size one. Raises `Refused` if `current` has an axis that is not wanted.
+    """
+    present = [axis for axis in wanted if axis is not None and axis in current]
     # No graph is known that gets here: `axes.roles_of` takes no axis along which a table varies for the heads.
-    if sorted(map(str, wanted_axes)) != sorted(map(str, current)):
+    if sorted(map(str, present)) != sorted(map(str, current)):
         raise Refused(f"{node.name!r} varies along an axis that is neither batch nor sequence.")
-    if wanted_axes != current:
-        steps.append(Step("permute", tuple(current.index(a) for a in wanted_axes)))
-    steps += [Step("unsqueeze", (i,)) for i, o in enumerate(order) if o is None or o not in current]
-    return Operand(node, tuple(steps))
+    moves = [] if present == list(current) else [Step("permute", tuple(current.index(axis) for axis in present))]
+    return moves + [Step("unsqueeze", (i,)) for i, axis in enumerate(wanted) if axis is None or axis not in current]
 
 
 def spaced(axis: int, start: int, step: int, length: int, n: object) -> list[Step]:
