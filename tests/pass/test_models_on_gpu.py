@@ -129,3 +129,16 @@ def test_whole_block(name: str, kept: bool) -> None:
     config = FusionConfig(whole_block=True, keep_rotated=kept, expect={"norm_rope_attention": 2})
     compiler = FusionBackend(config, inner=eager)
     assert_step(torch.compile(module, backend=compiler, fullgraph=True), module, inputs, BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_autocast(name: str, dtype: torch.dtype) -> None:
+    """Weights in float32, as in mixed-precision training."""
+    module, inputs = zoo.build(name, layers=2, device="cuda")
+    compiler = FusionBackend(FusionConfig(strict=True), inner=eager)
+    with torch.autocast("cuda", dtype):
+        ours = step(torch.compile(module, backend=compiler, fullgraph=True), module, inputs)
+        plain = eager_steps(module, inputs)
+    exact = exact_step(copy.deepcopy(module).cpu(), to("cpu", inputs))
+    assert_no_worse(to("cpu", ours), to("cpu", plain), exact, torch.finfo(dtype).eps)
