@@ -54,14 +54,17 @@ def blocks(graph: fx.Graph, places: Iterable[Site | Refusal], *, keep: bool = Fa
 
 
 def _feeds(norm_rope: Site, attention: Site) -> bool:
-    """Whether the results are read by the attention alone, as they come out of the operator."""
-    for output, name in zip(norm_rope.outputs, _RESULTS[norm_rope.call.name], strict=True):
+    """Whether the results are read by the attention alone, each for one operand and as it comes out of the operator."""
+    results = _RESULTS[norm_rope.call.name]
+    for output, name in zip(norm_rope.outputs, results, strict=True):
         operand = attention.call.tensors[name]
         if operand is None or operand.node is not output.node or not _is_nothing((*output.steps, *operand.steps)):
             return False
         if any(user not in attention.region and user not in norm_rope.region for user in output.node.users):
             return False
-    return not attention.region & norm_rope.region
+    tensors = attention.call.tensors.items()
+    others = {operand.node for name, operand in tensors if operand is not None and name not in results}
+    return not norm_rope.region & (attention.region | others)
 
 
 def _is_nothing(steps: Sequence[Step]) -> bool:

@@ -287,6 +287,12 @@ def transposed_on_the_way(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (queries, keys, values)))
 
 
+def keys_that_are_values(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """The joined operator gives no rotated keys to be read as values."""
+    queries, keys = rotated(q, k)
+    return attend(queries, keys, keys)
+
+
 def values_of_another(q: Tensor, k: Tensor, v: Tensor) -> Any:
     """Those of the packed projection are read by nobody."""
     packed = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1)
@@ -320,6 +326,7 @@ def test_joined() -> None:
         crossed,
         transposed_on_the_way,
         values_of_another,
+        keys_that_are_values,
     ],
     ids=lambda f: f.__name__,
 )
