@@ -166,6 +166,18 @@ def test_one_key_head_for_all() -> None:
     assert (graphs.heads(place, "q"), graphs.heads(place, "k"), graphs.heads(place, "v")) == (H, 1, 1)
 
 
+@pytest.mark.parametrize("axis", [2, 3])
+def test_one_of_two_axes_of_heads_is_repeated(axis: int) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.view(B, S, K, G, D).narrow(axis, 0, 1).repeat_interleave((K, G)[axis - 2], axis) for x in (k, v))
+        scores = torch.einsum("bskgd,btkgd->bkgst", q.view(B, S, K, G, D), k)
+        return torch.einsum("bkgst,btkgd->bskgd", scores.softmax(-1), v)
+
+    module, inputs = graphs.captured(model, *qkv(H))
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+
+
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 PADDING = torch.tensor([[True] * S, [False] * 3 + [True] * (S - 3)])

@@ -22,6 +22,9 @@ REPEATS: dict[str, Callable[[Tensor], Tensor]] = {
     "all axes reversed": lambda x: x.permute(3, 2, 1, 0).repeat_interleave(2, 2).permute([3, 2, 1, 0]),
     "twice": lambda x: x[:, :1].repeat_interleave(2, 1).repeat_interleave(2, 1),
     "an upcast": lambda x: repeat_kv(x.bfloat16(), 2).float(),
+    "copied": lambda x: repeat_kv(x, 2).contiguous(),
+    "viewed": lambda x: x.view(B, 2, 1, S, D).expand(-1, -1, 2, -1, -1).reshape(B, H, S, D),
+    "matrices turned": lambda x: x.mT.repeat_interleave(2, 1).mT,
 }
 
 
@@ -43,6 +46,15 @@ OTHER_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "tokens repeated": lambda x: x.repeat_interleave(2, dim=1)[:, :, :1].repeat_interleave(S, dim=2),
     "each as often as a tensor says": lambda x: x.repeat_interleave(torch.tensor([1, 3]), 1, output_size=H),
+    "tokens doubled": lambda x: x.repeat(1, 2, 1, 1).repeat_interleave(2, dim=2),
+    "each copy another": lambda x: (x[:, :, None] * torch.tensor([1.0, 2.0]).view(2, 1, 1)).reshape(B, H, S, D),
+    "through other strides": lambda x: (
+        x.as_strided((B, 2, 1, S, D), (2 * S * D, S * D, 1, 1, S)).expand(-1, -1, 2, -1, -1).reshape(B, H, S, D)
+    ),
+    "by name": lambda x: torch.repeat_interleave(input=x, repeats=2, dim=1),
+    "a view by name": lambda x: torch.reshape(input=x[:, :, None].expand(-1, -1, 2, -1, -1), shape=(B, H, S, D)),
+    "a new axis by name": lambda x: torch.unsqueeze(input=x, dim=2).expand(-1, -1, 2, -1, -1).reshape(B, H, S, D),
+    "a copy by name": lambda x: torch.clone(input=repeat_kv(x, 2)),
     "heads reversed": lambda x: repeat_kv(x.flip(1), 2)[:, [0, 1, 3, 2]],
     "added to nothing": lambda x: torch.cat([repeat_kv(x, 2)[:, :2], repeat_kv(x, 2)[:, 2:]], 1),
 }
@@ -81,6 +93,7 @@ def test_key_overwritten_after_it_was_repeated() -> None:
 
 FOLDED: dict[str, tuple[Callable[[Tensor], Tensor], str, float | None]] = {
     "an empty cache": (lambda x: torch.cat([x[:, :, :0], x], dim=2), "qkv", None),
+    "a rounding": (lambda x: x.to(torch.bfloat16).float(), "", None),
     "a factor": (lambda x: x * 2, "qk", 4 * D**-0.5),
     "a factor in front": (lambda x: 2 * x, "qk", 4 * D**-0.5),
     "a divisor": (lambda x: x / 2, "qk", 0.25 * D**-0.5),
@@ -102,6 +115,30 @@ def test_what_is_read_through(name: str) -> None:
     found = graphs.arguments(place)
     given = "".join(name for name in "qkv" if found[name].startswith(("l_", "q", "k", "v")))
     assert (given, found.get("scale")) == (folded, scale)
+
+
+@pytest.mark.parametrize("factor", [0.5, None])
+def test_factor_where_the_number_of_lanes_is_not_known(factor: float | None) -> None:
+    """The default scale is no number then, and nothing can be multiplied into it."""
+    q, k, v = qkv()
+    for x in (q, k, v):
+        torch._dynamo.mark_dynamic(x, 3)
+    module, inputs = graphs.captured(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q * 2, k, v, scale=factor), q, k, v
+    )
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site)
+    assert graphs.arguments(place).get("scale") == (1.0 if factor else None)
+
+
+def test_heads_of_three_axes_that_are_expanded() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x[:1, None].expand(-1, B, -1, -1).reshape(B, S, D) for x in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    module, inputs = graphs.captured(model, *(x[:, 0] for x in qkv()))
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site)
 
 
 def test_divisor_that_is_zero() -> None:
