@@ -1,6 +1,6 @@
 """The pattern of attention: calls of `scaled_dot_product_attention` and attention written out become one `attention`.
 
-Matches     `F.scaled_dot_product_attention` in all argument forms, and what `softmax_attention.py` reads.
+Matches     what `sdpa.py` and `softmax_attention.py` read.
 Requires    q, k, v of three or four axes, written out also of five; no dropout; masks that can be proved or passed on
             (`mask.py`); no write to what the call reads between its use in the model and the call.
 Becomes     `attention(q, k, v, ...)` on `[B, S, H, D]`: repeated key heads are folded into groups (`heads.py`), and
@@ -9,56 +9,27 @@ Becomes     `attention(q, k, v, ...)` on `[B, S, H, D]`: repeated key heads are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import fx
 
 from fusion_pass.graph.effects import Effects
-from fusion_pass.graph.site import Call, Literal, Operand, Refusal, Site
+from fusion_pass.graph.site import Call, Literal, Refusal, Site
 from fusion_pass.graph.vocabulary import fake_tensor, holds, layer_of, operation
 
-from . import softmax_attention, softmax_forms
+from . import sdpa, softmax_attention, softmax_forms
+from .attention_facts import Attention
 from .attention_repeats import AttentionRepeats
 from .attention_result import result_of
 from .consumers import WITH_PROJECTIONS
 from .facts import Refused, check_written_for_itself
 from .heads import Heads, fold
 from .index_reading import IndexReader
-from .literals import number
 from .mask import SeenKeys, prove
-from .masked_scores import Frame, MaskRefused, MaskTerm, Meaning
-from .softmax_attention import check_no_dropout
-from .softmax_products import Leading
-
-
-@dataclass(frozen=True)
-class Attention:
-    """One attention of a graph, before anything is folded."""
-
-    q: Heads
-    k: Heads
-    v: Heads
-    scale: float | None
-    """None: one over the square root of head_dim."""
-    cap: float
-    masks: tuple[MaskTerm, ...]
-    is_causal: bool
-    """Causal, top-left, beside the masks."""
-    sinks: Operand | None
-    result: fx.Node
-    order: tuple[int, ...]
-    """The axis of `[B, S, H, D]` that each axis of `result` is; of `[B, S, K, G, D]` with two axes of heads."""
-    nodes: frozenset[fx.Node]
-    """What computes `result` from q, k, v."""
-    scores: fx.Node
-    """Reads q and k."""
-    values: fx.Node
-    """Reads v."""
-    leading: Leading
-    """Other axes of the scores than batch and heads."""
+from .masked_scores import Frame, MaskRefused
 
 
 class AttentionPattern:
@@ -90,91 +61,17 @@ class AttentionPattern:
         return found
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-_SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-
-
-def _read_sdpa(effects: Effects, node: fx.Node) -> Attention | None:
-    given: dict[str, Any] = {**dict(zip(_SDPA_ARGUMENTS, node.args, strict=False)), **node.kwargs}
-    q, k, v = (given.get(name) for name in ("query", "key", "value"))
-    unknown = given.keys() - set(_SDPA_ARGUMENTS)
-    if unknown or not all(fake_tensor(x) is not None for x in (q, k, v, node)):
-        raise Refused(
-            f"The call {node.name!r} has arguments that are not known: {sorted(unknown) or 'tensors of no shape'}."
-        )
-    ranks = {cast(torch.Tensor, fake_tensor(x)).dim() for x in (q, k, v, node)}
-    if ranks not in ({3}, {4}):
-        raise Refused(f"Query, key and value have {sorted(ranks)} axes; attention is fused for three or four.")
-    check_no_dropout(given.get("dropout_p", 0.0))
-    mask, causal, scale = given.get("attn_mask"), given.get("is_causal", False), given.get("scale")
-    if not isinstance(causal, bool):
-        raise Refused("is_causal is known only at run time.")
-    masks: tuple[MaskTerm, ...] = ()
-    if isinstance(mask, fx.Node):
-        if causal:
-            raise Refused("attn_mask and is_causal are both given, which scaled_dot_product_attention does not take.")
-        tensor = fake_tensor(mask)
-        boolean = tensor is not None and tensor.dtype == torch.bool
-        masks = (MaskTerm(mask, node, Meaning.SEEN if boolean else Meaning.ADDED),)
-    if scale is not None and number(scale) is None:
-        raise Refused(f"The scale {scale} is known only at run time.")
-    order = (0, 2, 1, 3) if ranks == {4} else (0, 1, None, 2)
-    return Attention(
-        q=Heads(cast(fx.Node, q), order),
-        k=Heads(cast(fx.Node, k), order),
-        v=Heads(cast(fx.Node, v), order),
-        scale=number(scale),
-        cap=0.0,
-        masks=masks,
-        is_causal=causal,
-        sinks=None,
-        result=node,
-        order=(0, 2, 1, 3) if ranks == {4} else (0, 1, 3),
-        nodes=frozenset({node}),
-        scores=node,
-        values=node,
-        leading=Leading(),
-    )
-
-
-def _read_written(effects: Effects, node: fx.Node) -> Attention | None:
-    written = softmax_attention.read(effects, node)
-    if written is None:
-        return None
-    scores = written.scores
-    return Attention(
-        scores.q,
-        scores.k,
-        written.v,
-        scale=scores.inner if scores.cap is None else scores.inner * scores.cap,
-        cap=scores.cap or 0.0,
-        masks=scores.masks,
-        is_causal=False,
-        sinks=written.sinks,
-        result=written.result,
-        order=written.order,
-        nodes=written.nodes,
-        scores=scores.product,
-        values=written.values,
-        leading=written.leading,
-    )
-
-
 def _read_whole(effects: Effects, node: fx.Node) -> Attention | None:
     """Dynamo does not look into these functions."""
     module = WITH_PROJECTIONS[operation(node)]
     raise Refused(f"{node.name!r} is all of {module} in one call, its projections included, and is not looked into.")
 
 
-_READERS = {
-    "scaled_dot_product_attention": _read_sdpa,
+_READERS: dict[str, Callable[[Effects, fx.Node], Attention | None]] = {
+    "scaled_dot_product_attention": sdpa.read,
     **dict.fromkeys(WITH_PROJECTIONS, _read_whole),
-    **dict.fromkeys(softmax_forms.ANCHORS, _read_written),
+    **dict.fromkeys(softmax_forms.ANCHORS, softmax_attention.read),
 }
-
-
-# --- from an attention to a site --------------------------------------------------------------------------------------
 
 
 def _site(effects: Effects, index_reader: IndexReader, attention: Attention) -> Site:

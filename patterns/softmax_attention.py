@@ -9,8 +9,6 @@ Becomes     `scale`, `softcap`, `sinks` and the masks of `attention`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
 import torch
 from torch import fx
 
@@ -20,34 +18,16 @@ from fusion_pass.graph.site import Operand
 from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, operation, reads_no_numbers, sizes
 
 from . import softmax_forms
+from .attention_facts import Attention, check_no_dropout
 from .facts import Refused
-from .heads import Heads
-from .literals import number
 from .softmax_forms import Softmax
 from .softmax_nodes import CASTS, MAX_STEPS, keeps_numbers, rank_of, version_read
-from .softmax_products import PRODUCTS, Leading, leading_axes, moved_leading, values
+from .softmax_products import PRODUCTS, leading_axes, moved_leading, values
 from .softmax_scores import Parser, Scores
 from .softmax_sinks import as_a_factor, cuts_column
 
 
-@dataclass(frozen=True)
-class Written:
-    """An attention written out. `order`: the axis of `[B, S, H, D]` that each axis of `result` is; with two axes of
-    heads, the axis of `[B, S, K, G, D]`; of batch and heads in one, as with one head for each batch.
-    """
-
-    scores: Scores
-    v: Heads
-    result: fx.Node
-    order: tuple[int, ...]
-    leading: Leading
-    sinks: Operand | None
-    nodes: frozenset[fx.Node] = field(repr=False)
-    values: fx.Node
-    """The product of weights and values."""
-
-
-def read(effects: Effects, anchor: fx.Node) -> Written | None:
+def read(effects: Effects, anchor: fx.Node) -> Attention | None:
     """The attention around the softmax at `anchor`, one of `softmax_forms.ANCHORS`; None for another use.
 
     Raises `Refused` for an attention that cannot be fused.
@@ -136,7 +116,7 @@ class _Values:
         self.nodes = [*scores.nodes, *softmax.nodes]
         self.leading = [*scores.leading]
 
-    def read(self) -> Written:
+    def read(self) -> Attention:
         weights, product = self._weights()
         multiplied = values(product, weights)
         if multiplied is None:
@@ -149,9 +129,23 @@ class _Values:
         nodes = frozenset(self.nodes)
         self._check_readers(nodes, result)
         leading = leading_axes(self.leading)
-        q, k = (leading.of(heads, self.scores.product) for heads in (self.scores.q, self.scores.k))
-        scores = replace(self.scores, q=q, k=k)
-        return Written(scores, leading.of(v, product), result, order, leading, sinks, nodes, product)
+        scores = self.scores
+        return Attention(
+            leading.of(scores.q, scores.product),
+            leading.of(scores.k, scores.product),
+            leading.of(v, product),
+            scale=scores.inner if scores.cap is None else scores.inner * scores.cap,
+            cap=scores.cap or 0.0,
+            masks=scores.masks,
+            is_causal=False,
+            sinks=sinks,
+            result=result,
+            order=order,
+            nodes=nodes,
+            scores=scores.product,
+            values=product,
+            leading=leading,
+        )
 
     def _weights(self) -> tuple[fx.Node, fx.Node]:
         """The weights as the product with the values reads them, and that product."""
@@ -221,14 +215,3 @@ def _read_elsewhere(weights: fx.Node, users: list[fx.Node]) -> str:
     names = ", ".join(repr(user.name) for user in others)
     hint = " (output_attentions?)" if any(user.op == "output" for user in others) else ""
     return f"The attention weights {weights.name!r} are also read by {names}{hint}; the fused operator never has them."
-
-
-def check_no_dropout(p: object) -> None:
-    """Raise `Refused` unless the dropout probability `p` is known to be 0."""
-    known = number(p)
-    if known is None:
-        raise Refused("The dropout probability of the attention is known only at run time.")
-    if known != 0:
-        raise Refused(
-            f"The attention drops out weights with p = {known}, and no kernel of ours does; set the dropout to 0."
-        )
