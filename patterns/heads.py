@@ -150,8 +150,8 @@ def _first(node: fx.Node) -> fx.Node:
     first = node.args[0] if node.args else None
     if operation(node) == "cat":
         first = next(part for part in cast(Sequence[fx.Node], first) if 0 not in _tensor(part).shape)
-    if operation(node) in ("mul", "div") and not isinstance(first, fx.Node):
-        first = node.args[1]
+    if not isinstance(first, fx.Node):
+        first = node.args[1]  # a number times it
     assert isinstance(first, fx.Node)
     return first
 
@@ -301,17 +301,13 @@ def _upcast(heads: Heads) -> Heads | None:
     parent = _source(heads.node)
     if parent is None or operation(heads.node) not in ("to", "_to_copy", "float", "double", "type_as", "type"):
         return None
-    narrow, wide = _tensor(parent).dtype, heads.dtype
-    exact = narrow.is_floating_point and holds(wide, narrow) and narrow != wide
+    narrow = _tensor(parent).dtype
+    exact = narrow.is_floating_point and holds(heads.dtype, narrow)
     return replace(heads, node=parent) if exact and _tensor(parent).device == _tensor(heads.node).device else None
 
 
 def _multiplied(heads: Heads) -> Heads | None:
     taken = number_times(heads.node, operation(heads.node))
-    if (
-        taken is None
-        or _tensor(taken[0]).dtype != heads.dtype
-        or sizes(_tensor(taken[0])) != sizes(_tensor(heads.node))
-    ):
+    if taken is None or _tensor(taken[0]).dtype != heads.dtype:
         return None
     return replace(heads, node=taken[0], factor=heads.factor * taken[1])

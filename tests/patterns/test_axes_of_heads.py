@@ -178,6 +178,29 @@ def test_one_of_two_axes_of_heads_is_repeated(axis: int) -> None:
     assert isinstance(place, graphs.Site), place.reason
 
 
+KEYS_OF_EACH_GROUP: dict[str, Callable[[Tensor], Tensor]] = {
+    "another for each query head": lambda k: k.unsqueeze(3) * torch.arange(1.0, G + 1).view(G, 1),
+    "of one batch": lambda k: k[:1].unsqueeze(3).expand(B, -1, -1, G, -1),
+    "of heads in another order": lambda k: k[:, :, [1, 0], None].expand(-1, -1, -1, G, -1),
+    "of heads in another order, not expanded": lambda k: k[:, :, [1, 0], None],
+}
+
+
+@pytest.mark.parametrize("name", KEYS_OF_EACH_GROUP)
+def test_keys_that_are_not_one_for_each_group(name: str) -> None:
+    """Or of other heads: what is read further upstream has other numbers."""
+    change = KEYS_OF_EACH_GROUP[name]
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = split(q, k, v)
+        scores = torch.einsum("bskgd,btkgd->bkgst", q, change(k))
+        return torch.einsum("bkgst,btkgd->bskgd", scores.softmax(-1), change(v))
+
+    module, inputs = graphs.captured(model, *qkv())
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+
+
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 PADDING = torch.tensor([[True] * S, [False] * 3 + [True] * (S - 3)])

@@ -22,6 +22,7 @@ REPEATS: dict[str, Callable[[Tensor], Tensor]] = {
     "all axes reversed": lambda x: x.permute(3, 2, 1, 0).repeat_interleave(2, 2).permute([3, 2, 1, 0]),
     "twice": lambda x: x[:, :1].repeat_interleave(2, 1).repeat_interleave(2, 1),
     "an upcast": lambda x: repeat_kv(x.bfloat16(), 2).float(),
+    "ellipsis": lambda x: x[:, :, None, ...].expand(-1, -1, 2, -1, -1).reshape(B, H, S, D),
     "copied": lambda x: repeat_kv(x, 2).contiguous(),
     "viewed": lambda x: x.view(B, 2, 1, S, D).expand(-1, -1, 2, -1, -1).reshape(B, H, S, D),
     "matrices turned": lambda x: x.mT.repeat_interleave(2, 1).mT,
@@ -50,6 +51,10 @@ OTHER_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "each copy another": lambda x: (x[:, :, None] * torch.tensor([1.0, 2.0]).view(2, 1, 1)).reshape(B, H, S, D),
     "through other strides": lambda x: (
         x.as_strided((B, 2, 1, S, D), (2 * S * D, S * D, 1, 1, S)).expand(-1, -1, 2, -1, -1).reshape(B, H, S, D)
+    ),
+    "of one batch": lambda x: x[:1, :, None].expand(B, -1, 2, -1, -1).reshape(B, H, S, D),
+    "tokens doubled by a view": lambda x: (
+        x.repeat(1, 2, 1, 1)[:, :, None].expand(-1, -1, 2, -1, -1).reshape(B, H, 2 * S, D)
     ),
     "by name": lambda x: torch.repeat_interleave(input=x, repeats=2, dim=1),
     "a view by name": lambda x: torch.reshape(input=x[:, :, None].expand(-1, -1, 2, -1, -1), shape=(B, H, S, D)),
@@ -93,6 +98,10 @@ def test_key_overwritten_after_it_was_repeated() -> None:
 
 FOLDED: dict[str, tuple[Callable[[Tensor], Tensor], str, float | None]] = {
     "an empty cache": (lambda x: torch.cat([x[:, :, :0], x], dim=2), "qkv", None),
+    "an empty cache, its axis by place": (lambda x: torch.cat([x[:, :, :0], x], -2), "qkv", None),
+    "no lanes": (lambda x: torch.cat([x[..., :0], x], -1), "", None),
+    "an upcast by type": (lambda x: x.bfloat16().type(torch.float32), "", None),
+    "a softmax that widens": (lambda x: x.bfloat16().softmax(-1, dtype=torch.float32), "", None),
     "a rounding": (lambda x: x.to(torch.bfloat16).float(), "", None),
     "a factor": (lambda x: x * 2, "qk", 4 * D**-0.5),
     "a factor in front": (lambda x: 2 * x, "qk", 4 * D**-0.5),
@@ -149,6 +158,27 @@ def test_divisor_that_is_zero() -> None:
     assert [found["q"].split(".")[0], found["k"].split(".")[0], found.get("scale")] == ["truediv", "mul", None]
 
 
+UPCASTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": lambda x: x.float(),
+    "double": lambda x: x.double(),
+    "to": lambda x: x.to(torch.float32),
+    "type": lambda x: x.type(torch.float32),
+    "type_as": lambda x: x.type_as(torch.ones(1)),
+    "_to_copy": lambda x: torch.ops.aten._to_copy(x, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", UPCASTS)
+def test_upcast_for_the_scores(name: str) -> None:
+    """The operator computes in float32 at least, whatever the model casts q and k to."""
+    widened = UPCASTS[name]
+    module, _ = graphs.captured(
+        lambda q, k, v: (widened(q) @ widened(k).mT).softmax(-1).to(v.dtype) @ v, *(x.bfloat16() for x in qkv())
+    )
+    found = graphs.arguments(graphs.site(module))
+    assert [found[name] for name in "qkv"] == [f"l_{name}_.transpose(1, 2)" for name in "qkv"]
+
+
 def merged(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
@@ -162,6 +192,20 @@ def test_batch_and_heads_in_one_axis_that_is_never_split(lanes_first: bool) -> N
 
     q, k, v = map(merged, qkv())
     module, inputs = graphs.captured(model, q, k.mT.contiguous() if lanes_first else k, v)
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert [graphs.heads(place, name) for name in "qkv"] == [H] * 3
+
+
+def test_rows_of_batch_and_heads_in_another_order() -> None:
+    """Row `b * heads + h`, as the scores are split, is made of what was row `h * batch + b` before."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1).reshape(B * H, S, D) for x in (q, k, v))
+        scores = torch.bmm(q, k.mT).view(B, H, S, S) + torch.zeros(S)
+        return torch.bmm(scores.softmax(-1).view(B * H, S, S), v)
+
+    module, inputs = graphs.captured(model, *qkv())
     (place,) = graphs.check(module, inputs)
     assert isinstance(place, graphs.Site), place.reason
     assert [graphs.heads(place, name) for name in "qkv"] == [H] * 3
