@@ -118,7 +118,7 @@ def _one_config(config: FusionConfig | None, settings: Mapping[str, Any]) -> Fus
 def _cache_key(config: FusionConfig) -> dict[str, str]:
     from torch._inductor import config as inductor_config
 
-    return {**inductor_config.unsafe_marked_cacheable_functions, "fusion_pass": identity.uuid(config).hex()}
+    return {**inductor_config.unsafe_marked_cacheable_functions, **identity.cache_key(config)}
 
 
 def _inductor(

@@ -22,12 +22,18 @@ from torch._guards import CompileContext
 from fusion_pass.config import FusionConfig
 from fusion_pass.extensions import patterns
 
+CACHE_KEY = "fusion_pass"
 _SUFFIXES = frozenset({".py", ".cu", ".cuh", ".h", ".cpp", ".json"})
 
 
 def uuid(config: FusionConfig) -> bytes:
     """32 bytes, never empty (a falsy uuid would bypass the caches). The sources are read once per process."""
     return hashlib.sha256(_code_digest(_pattern_files()) + config.cache_key().encode()).digest()
+
+
+def cache_key(config: FusionConfig) -> dict[str, str]:
+    """`uuid` as an entry of a mapping from names to keys."""
+    return {CACHE_KEY: uuid(config).hex()}
 
 
 def leave_precompile() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusion_pass import identity, pipeline
@@ -36,7 +37,15 @@ class FusionHook(CustomGraphPass):
         if module is None or not _is_captured_whole(module):
             return
         identity.leave_precompile()
+        self._renew_cache_key()
         pipeline.conclude(pipeline.fuse(module, self.config), self.config, self.reports)
+
+    def _renew_cache_key(self) -> None:
+        """A pattern that was registered since `inductor_options` takes part in the key too. Inductor is compiling with
+        our options, and takes them back."""
+        marked = inductor_config.unsafe_marked_cacheable_functions
+        if identity.CACHE_KEY in marked:
+            inductor_config.unsafe_marked_cacheable_functions = {**marked, **identity.cache_key(self.config)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionHook:
         """Itself: AOTInductor compiles with a copy of its options, and the reports are wanted here."""

@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from compiling import as_it_is
+from compiling import as_it_is, capture
 from torch._dynamo.package import CompilePackage
 from toy import ScaledSin
 
@@ -117,6 +118,20 @@ def test_the_store_of_precompiled_functions_gets_no_fused_graph(
                 compiled = torch.compile(tripled_sine, backend=FusionBackend(config, inner=as_it_is))
             torch.testing.assert_close(compiled(x), tripled_sine(x))
         assert len(left_out) == stored
+
+
+def test_a_pattern_registered_after_the_options_were_made(only: Callable[..., None]) -> None:
+    config = FusionConfig()
+    only()
+    options = inductor_options(config)
+    only(ScaledSin())
+    graph = capture(tripled_sine, torch.randn(3)).graph
+    before = torch._inductor.config.unsafe_marked_cacheable_functions
+    with torch._inductor.config.patch(options):
+        options["pre_grad_custom_pass"](graph)
+        key = torch._inductor.config.unsafe_marked_cacheable_functions["fusion_pass"]
+    assert key == uuid(config).hex() != options["unsafe_marked_cacheable_functions"]["fusion_pass"]
+    assert torch._inductor.config.unsafe_marked_cacheable_functions == before
 
 
 def tripled_sine(x: torch.Tensor) -> torch.Tensor:
