@@ -38,6 +38,7 @@ def ends(model: Callable[..., Parts], *inputs: Tensor) -> str:
     (place,) = graphs.check(module, given)
     assert isinstance(place, graphs.Site), place.reason
     (output,) = place.outputs
+    assert output.node in place.region
     steps = ".".join(f"{step.method}{step.args}" for step in output.steps)
     return f"{output.node.name} {place.call.options['out_order']} {steps}".rstrip()
 
@@ -87,3 +88,11 @@ def test_result_without_heads(letters: str, steps: str) -> None:
         return x * 2
 
     assert ends(model, *(x[:, 0] for x in qkv())) == f"x bshd {steps}"
+
+
+def test_call_without_heads() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = F.scaled_dot_product_attention(q, k, v)
+        return x * 2
+
+    assert ends(model, *(x[:, 0] for x in qkv())) == "x bshd squeeze(2,)"

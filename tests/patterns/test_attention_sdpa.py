@@ -200,6 +200,14 @@ def test_argument_that_is_not_known_is_refused(argument: str, reason: str) -> No
     assert graphs.refusal(module) == reason
 
 
+def test_key_that_carries_no_shape() -> None:
+    module, _ = graphs.captured(lambda *args: sdpa(*args), *qkv())
+    _, key, _ = module.graph.find_nodes(op="placeholder")
+    key.meta.clear()
+    reason = "The call 'scaled_dot_product_attention' has arguments that are not known: tensors of no shape."
+    assert graphs.refusal(module) == reason
+
+
 def test_broadcast_batch_is_refused() -> None:
     q, k, v = qkv()
     assert "batch sizes" in refused(lambda q, k, v: sdpa(q, k, v), q, k[:1], v[:1])

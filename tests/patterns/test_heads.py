@@ -179,6 +179,14 @@ def test_upcast_for_the_scores(name: str) -> None:
     assert [found[name] for name in "qkv"] == [f"l_{name}_.transpose(1, 2)" for name in "qkv"]
 
 
+def test_values_of_a_wider_dtype() -> None:
+    """The scores of half precision are in the result's dtype from the softmax on: q and k are widened for the call."""
+    q, k, v = qkv()
+    module, _ = graphs.captured(lambda q, k, v: (q @ k.mT).float().softmax(-1) @ v, q.bfloat16(), k.bfloat16(), v)
+    found = graphs.arguments(graphs.site(module))
+    assert [found[name].endswith(".to(torch.float32)") for name in "qkv"] == [True, True, False]
+
+
 def merged(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
