@@ -123,6 +123,41 @@ def test_rotations_that_are_no_pair(model: Callable[..., Any]) -> None:
     assert [site.fusion for site in found] == ["rope", "rope"]
 
 
+ALMOST_A_PAIR: dict[str, Callable[..., Any]] = {
+    "other tables": lambda q, k, v, w, c, s, others: attend(halves(rms(q, w), c, s), halves(rms(k, w), *others), v),
+    "other tables, keys nobody attends to": lambda q, k, v, w, c, s, others: (
+        attend(halves(rms(q, w), c, s), k, v),
+        halves(rms(k, w), *others),
+    ),
+    "one of them normalised": lambda q, k, v, w, c, s, others: attend(halves(rms(q, w), c, s), halves(k, c, s), v),
+    "one of them normalised, keys nobody attends to": lambda q, k, v, w, c, s, others: (
+        attend(halves(rms(q, w), c, s), k, v),
+        halves(k, c, s),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALMOST_A_PAIR)
+def test_queries_and_keys_that_are_no_pair(name: str) -> None:
+    model = ALMOST_A_PAIR[name]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, w: Tensor, c: Tensor, s: Tensor, *others: Tensor) -> Any:
+        return model(q, k, v, w, c, s, others)
+
+    found = sites_of(run, *torch.randn(3, B, S, H, D), torch.rand(D) + 0.5, *tables(), *tables())
+    assert [len(site.outputs) for site in found] == [1, 1]
+
+
+def test_rotations_that_nobody_reads() -> None:
+    """As a tracer may leave them that does not drop what is dead."""
+    module, _ = capture(lambda q, k, c, s: (halves(q, c, s), halves(k, c, s)), *torch.randn(2, B, S, H, D), *tables())
+    (output,) = module.graph.find_nodes(op="output")
+    output.args = ((),)
+    sites, refusals = find(module)
+    assert not refusals
+    assert all(not out.node.users for site in sites for out in site.outputs)
+
+
 @pytest.mark.parametrize("end", [lambda x: x, lambda x: x * 1.0], ids=["itself", "a product"])
 def test_query_that_is_made_of_the_rotated_key(end: Callable[[Tensor], Tensor]) -> None:
     """One call cannot read its own result, so there are two."""

@@ -77,3 +77,16 @@ def test_packed(layout: str) -> None:
 def test_apart(layout: str) -> None:
     (site,) = sites_of(views(layout), *inputs(APART[layout]))
     assert site.fusion == "qk_norm_rope"
+
+
+def test_values_that_are_read_before_the_tables_are_there() -> None:
+    """The packed call gives the values, and reads tables that are made of them: q and k are one call without them."""
+
+    def model(x: Tensor, projection: Tensor, q_weight: Tensor, k_weight: Tensor, angle: Tensor) -> Tensor:
+        q, k, v = (x @ projection).unflatten(-1, (8, D)).split((4, 2, 2), 2)
+        angle = torch.cat((angle, angle), -1)[None, :, None] + v.sum((2, 3), keepdim=True)
+        q, k = (halves(rms(y, w), angle.cos(), angle.sin()) for y, w in ((q, q_weight), (k, k_weight)))
+        return q.sum(2) + k.sum(2) + (v * 2).sum(2)
+
+    (site,) = sites_of(model, *inputs())
+    assert site.fusion == "qk_norm_rope"
