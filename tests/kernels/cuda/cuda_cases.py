@@ -62,7 +62,7 @@ FLAT = [
     Case("flat, adjacent, one a sample", 10, 3, 128, 3, 55, BF16, table_batch=3, options={"pairing": "adjacent"}),
     Case("flat, to halves", 6, 3, 128, 1, 65, BF16, options={"pairing": "adjacent_to_halves"}),
     Case("flat, heads of 80, grouped", 14, 7, 80, 2, 61, BF16, packing="grouped"),
-    Case("flat, heads of 72, norm last", 4, 3, 72, 3, 43, BF16, options={"norm_first": False}),
+    Case("flat, heads of 72, entry a lane", 4, 3, 72, 3, 43, BF16, per_lane=True),
     Case("flat, heads of 112, sectioned, row a head", 5, 2, 112, 2, 45, HALF, packing="blocked", per_head=True,
          options={"mrope_layout": "sectioned", "mrope_section": [16, 20, 20]}),
 ]  # fmt: skip
