@@ -125,15 +125,11 @@ def _rows(node: fx.Node, x: Value, index: Value) -> Value:
 
 def basic_index(x: Value, index: Any) -> Value:
     """`x[index]` for integers, slices, None and Ellipsis."""
-    if isinstance(index, list):
-        raise Opaque("places of one axis in a list")
     entries = list(index) if isinstance(index, tuple) else [index]
     for entry in entries:
         if not (entry is None or entry is Ellipsis or isinstance(entry, slice)):
-            integer(entry)
+            integer(entry)  # a list of places is none
     used = sum(entry is not None and entry is not Ellipsis for entry in entries)
-    if used > x.rank:
-        raise Opaque("too many indices")
     if Ellipsis not in entries:
         entries.append(Ellipsis)
     at = entries.index(Ellipsis)
@@ -179,7 +175,7 @@ def _slice(
     step: int = 1,
 ) -> Value:
     axis = x.axis(integer(dim))
-    if end is not None and shape_of(node)[axis] == x.shape[axis]:
+    if shape_of(node)[axis] == x.shape[axis]:
         end = None
     return lanes.slice_lanes(x, axis, _bound(start), _bound(end), _bound(step))
 

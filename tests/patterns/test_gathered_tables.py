@@ -65,6 +65,7 @@ class Computed(Gathered):
 OTHERS = {
     "the same": (lambda positions: positions, 1),
     "the same once more": (lambda positions: (positions + 1) - 1, 1),
+    "the same, shorter integers": (lambda positions: positions.to(torch.int32), 1),
     "the next": (lambda positions: positions + 1, 0),
     "reversed": (lambda positions: positions.flip(1), 0),
     "written": (lambda positions: positions.clone().zero_(), 0),
