@@ -11,7 +11,7 @@ from torch import fx
 
 from fusion_pass import pipeline
 from fusion_pass.config import FusionConfig
-from fusion_pass.report import Report, merged
+from fusion_pass.report import Report, append, merged
 
 _MANY = 1 << 20
 
@@ -35,14 +35,13 @@ def explain(
     chosen = config if config is not None else FusionConfig.load()
     if isinstance(model, torch.export.ExportedProgram):
         return pipeline.fuse(copy.deepcopy(model.graph_module), chosen, texts=True)
-    reports: dict[str, Report] = {}
+    reports: list[Report] = []
 
     def inspect(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        report = pipeline.fuse(copy.deepcopy(module), chosen, texts=True)
-        reports[report.graph] = report
+        append(reports, pipeline.fuse(copy.deepcopy(module), chosen, texts=True))
         return module.forward
 
     # A model explained many times must not reach Dynamo's recompile limit and be run eagerly, with an empty report.
     with torch._dynamo.config.patch(recompile_limit=_MANY, accumulated_recompile_limit=_MANY):
         torch.compile(model, backend=inspect, dynamic=dynamic)(*args, **kwargs)
-    return merged(reports.values())
+    return merged(reports)

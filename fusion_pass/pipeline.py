@@ -30,7 +30,7 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
     used.
     """
     if not config.enabled:
-        return Report(graph=graph_id())
+        return Report(graph=graph_id(), attempt=_attempt())
     started = time.perf_counter()
     before = _text(module) if texts else ""
     verifier = Verifier(config)
@@ -38,7 +38,7 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
         flow = ControlFlow(module)
         sites = [record for body in _bodies_first(module) for record in _fuse_one(body, config, verifier, flow)]
     report.log.debug("%d places read in %.1f ms", len(sites), 1e3 * (time.perf_counter() - started))
-    return Report(tuple(sites), before, _text(module) if texts else "", graph_id())
+    return Report(tuple(sites), before, _text(module) if texts else "", graph_id(), _attempt())
 
 
 @contextmanager
@@ -55,13 +55,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def conclude(result: Report, config: FusionConfig, history: list[Report]) -> None:
-    """Publish the report of one captured graph, append it to `history`, hold it against what was asked for.
-
-    When Dynamo starts a compilation over, as under `dynamic=True`, the new attempt's report replaces the last one.
-    """
-    if history and result.graph == history[-1].graph and _is_new_attempt():
-        history.pop()
-    history.append(result)
+    """Publish the report of one captured graph, append it to `history`, hold it against what was asked for."""
+    report.append(history, result)
     if config.enabled:
         report.publish(result, config)
         report.check_expectations(result, config)
@@ -72,9 +67,10 @@ def graph_id() -> str:
     return str(CompileContext.current_compile_id() or "?")
 
 
-def _is_new_attempt() -> bool:
+def _attempt() -> int:
+    """How often Dynamo has started this compilation over."""
     context = CompileContext.try_get()
-    return context is not None and context.attempt > 0
+    return 0 if context is None else context.attempt
 
 
 def _fuse_one(module: fx.GraphModule, config: FusionConfig, verifier: Verifier, flow: ControlFlow) -> list[SiteReport]:

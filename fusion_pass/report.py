@@ -69,7 +69,10 @@ class Report:
     after: str = field(default="", repr=False)
     """The graph as rewritten, as text; empty unless asked for."""
     graph: str = ""
-    """Dynamo's name of the graph (`frame/recompile`), or `?` outside a compilation."""
+    """Dynamo's name of the compilation (`frame/recompile`), or `?` outside of one. DDP cuts what is captured into
+    several graphs of one name."""
+    attempt: int = field(default=0, repr=False)
+    """How often Dynamo had started that compilation over, as it does under `dynamic=True`."""
     graphs: int = 1
     """Number of captured graphs this report covers."""
 
@@ -116,6 +119,13 @@ class Report:
         lines += _failures(self)
         lines += [f"{count} of {note}" for note, count in self.notes.items()]
         return "\n".join(lines) or "no place for a fusion found"
+
+
+def append(history: list[Report], new: Report) -> None:
+    """Add `new`, in the place of what earlier attempts of the same compilation had added."""
+    while history and history[-1].graph == new.graph and history[-1].attempt < new.attempt:
+        history.pop()
+    history.append(new)
 
 
 def merged(reports: Iterable[Report]) -> Report:
@@ -225,23 +235,22 @@ def publish(report: Report, config: FusionConfig) -> None:
 
 
 class _ReportFile:
-    """The JSON file: the sites of every graph this process compiled, a recompiled graph in the place of its first
-    attempt."""
+    """The JSON file: the sites of every graph this process compiled."""
 
     _open: dict[str, _ReportFile] = {}  # noqa: RUF012  (one per path and process, on purpose)
 
     def __init__(self, path: str) -> None:
         self.path = _own_path(path)
-        self.graphs: dict[str, Report] = {}
+        self.graphs: list[Report] = []
 
     @classmethod
     def of(cls, path: str) -> _ReportFile:
         return cls._open.setdefault(path, cls(path))
 
     def put(self, report: Report) -> None:
-        self.graphs[report.graph] = replace(report, before="", after="")
-        sites = [{**site.to_dict(), "graph": graph} for graph, part in self.graphs.items() for site in part.sites]
-        content = json.dumps({"sites": sites, "counts": merged(self.graphs.values()).counts}, indent=1)
+        append(self.graphs, replace(report, before="", after=""))
+        sites = [{**site.to_dict(), "graph": part.graph} for part in self.graphs for site in part.sites]
+        content = json.dumps({"sites": sites, "counts": merged(self.graphs).counts}, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
         with os.fdopen(handle, "w") as file:

@@ -3,8 +3,10 @@ whole, and gradients right. One process, so every collective is there and moves 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from compiling import eager
 from torch import distributed, nn
 from training_steps import assert_no_worse, eager_steps, exact_step, step
 
-from fusion_pass import FusionBackend, FusionConfig, zoo
+from fusion_pass import FusionBackend, FusionConfig, explain, zoo
 
 LAYERS = 3
 EVERY_LAYER = {"qk_norm_rope": LAYERS, "attention": LAYERS}
@@ -27,8 +29,8 @@ def _one_process() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def backend() -> FusionBackend:
-    return FusionBackend(FusionConfig(allow_reference=True), inner=eager)
+def backend(**settings: Any) -> FusionBackend:
+    return FusionBackend(FusionConfig(allow_reference=True, **settings), inner=eager)
 
 
 def fused(compiler: FusionBackend) -> Counter[str]:
@@ -48,14 +50,19 @@ def qwen3() -> tuple[nn.Module, Mapping[str, Any], tuple[Any, Any]]:
     return module, inputs, (eager_steps(module, inputs), exact_step(module, inputs))
 
 
-def test_a_graph_that_ddp_cuts_at_its_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_ddp_cuts_at_its_buckets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The parts share the name of the compilation, and all of them are reported."""
     module, inputs, references = qwen3()
     monkeypatch.setattr(distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**10)
-    compiler = backend()
+    written = tmp_path / "report.json"
+    compiler = backend(report=str(written))
     replicated = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.05)
     assert_right(torch.compile(replicated, backend=compiler), module, inputs, references)
     assert len(compiler.reports) > 1, "one graph: nothing was cut"
     assert fused(compiler) == EVERY_LAYER
+    assert json.loads(written.read_text())["counts"] == EVERY_LAYER
+    torch._dynamo.reset()
+    assert explain(replicated, **inputs, config=FusionConfig(allow_reference=True)).counts == EVERY_LAYER
 
 
 @pytest.mark.parametrize("compiled", ["layers", "model"])
