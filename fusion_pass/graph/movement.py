@@ -227,7 +227,7 @@ def _cat(context: Context, node: fx.Node, xs: Sequence[Value], dim: int = 0) -> 
     if not all(isinstance(x, Value) for x in xs):
         raise Opaque("cat of something unknown")
     parts = [x for x in xs if 0 not in x.shape]
-    if not parts or len({x.rank for x in parts}) != 1:
+    if not parts:
         raise Opaque("cat of nothing")
     return lanes.cat(parts, parts[0].axis(integer(dim)))
 
