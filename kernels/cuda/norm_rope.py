@@ -35,6 +35,8 @@ from .parameters import KINDS, ParameterGradient, Parameters
 from .site import Site
 from .tiles import (
     FEW_BYTES,
+    SUM_THREADS,
+    SUM_THREADS_BESIDE_V,
     TABLE_GRADIENT_WARPS,
     Tile,
     backward_tile,
@@ -46,8 +48,8 @@ from .tiles import (
 COUNTS_POSITIONS = True
 WRITES_IN_PLACE = True
 
-# As in source/sums.cuh and source/streams.cuh.
-_SUM_COLUMNS, _SUM_THREADS = 8, 256
+# As in source/partial.cuh and source/streams.cuh.
+_PITCH = 16
 _VECTORS_A_THREAD = 4
 # Heads of all tokens that source/forward.cuh counts through in 32 bits.
 _MOST_FLAT = 2**31
@@ -288,7 +290,7 @@ class BackwardWork:
             columns = len(self._kinds) * sum(self._parameters.columns(i) for i in range(len(streams)))
             by_slice = self._parameters.per_head and not self._rows
             rows = blocks * tile.warps // groups if by_slice else blocks
-            pitch = -(-columns // _SUM_COLUMNS) * _SUM_COLUMNS
+            pitch = -(-columns // _PITCH) * _PITCH
             partial = torch.empty((rows, pitch), dtype=self._acc, device=self._grads[0].device)
             self._scratch.append(partial)
         arguments = Arguments()
@@ -320,7 +322,7 @@ class BackwardWork:
         """dx of some tokens may be left to the launch that adds up the sums: that has blocks like these, and no v."""
         filled = len(self._filled) == len(self._streams)
         whole = self._copy is None and filled and not self._rows
-        return bool(self._kinds) and whole and 32 * tile.warps == _SUM_THREADS
+        return bool(self._kinds) and whole and 32 * tile.warps == SUM_THREADS
 
     def _dx_bytes(self) -> int:
         """Of one token."""
@@ -346,10 +348,11 @@ class BackwardWork:
         arguments.integers(*partial.shape)
         self._scratch += [g.target for g in self._parameter_gradients.values() if not g.direct]
         # Not by the read-only path: the kernel before this one may still write what this one will read.
-        written: dict[str, Constant] = {"IN_PLACE": True}
+        threads = SUM_THREADS if self._copy is None else SUM_THREADS_BESIDE_V
+        written: dict[str, Constant] = {"IN_PLACE": True, "SUM_THREADS": threads}
         instance = Instance("reduce", {"Acc": ELEMENTS[self._acc], **self._parameters.types()}, written)
-        blocks = partial.shape[1] // _SUM_COLUMNS
-        site, warps = self._site, _SUM_THREADS // 32
+        site, warps = self._site, threads // 32
+        blocks = partial.shape[1] // warps  # a column a warp
         if self._copy is not None:
             site.write_heads(arguments, self._copy.x)
             site.write_heads(arguments, self._copy.out)
@@ -364,7 +367,7 @@ class BackwardWork:
             self._write_rest(arguments, (), site.tokens - deferred)
             instance = Instance("reduce_and_finish", self._types, {**main.constants, **written}, main.accesses)
             blocks += -(-deferred * self._groups // warps)
-        self._add(instance, blocks, _SUM_THREADS, arguments, overlaps=True)
+        self._add(instance, blocks, threads, arguments, overlaps=True)
 
     def _add_table_gradient(self) -> None:
         site, warps = self._site, TABLE_GRADIENT_WARPS

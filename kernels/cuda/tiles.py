@@ -18,6 +18,11 @@ from .instance import WIDEST, Access, Constant, heads_per_warp
 
 TABLE_GRADIENT_WARPS = 4
 
+SUM_THREADS, SUM_THREADS_BESIDE_V = 256, 512
+"""Of a block of the sums over a backward's rows: a column for each of its warps. H200, beside v, with 256 and 512
+threads: 16+2 packed heads 8.98 and 8.24 us at 1024 tokens, 12.47 and 11.71 at 2048, 64.83 and 64.23 at 16384; 32+8
+packed heads 21.20 and 20.59, 140.4 and 139.2; heads of 80 13.94 and 13.87, of 64 12.09 and 12.18 (2048)."""
+
 DEFERRED_BYTES = 3 * 2**19
 """So much of dx, of the last tokens, is written beside the sums of a backward without v: what the memory takes while
 those wait. Qwen3-8B, 2048 tokens: nothing 26.7 us, 0.6 MB 26.4, 1.3 MB 26.3, 2.6 MB 26.2, 5 MB 27.3; 1024 tokens: 15.8,

@@ -1,5 +1,5 @@
 // What an instance is written with: types and constants that kernels/cuda/instance.py generates before the include of a
-// kernel. reduce.cuh has those of the last group only.
+// kernel. reduce.cuh has those of the last two groups only.
 //
 // types        In, Out, Grad, Table, Param: elements of x, of the result, of its gradient, of cos and sin, of weights and
 //              biases; Acc: of the arithmetic; Position, Bound: integers of positions, of cu_seqlens and offsets
@@ -20,6 +20,7 @@
 //              PREFETCHES_TABLES: kernels/cuda/tiles.py says what each means
 // accesses     IN_BYTES, OUT_BYTES, GRAD_BYTES, DX_BYTES, TABLE_BYTES, PARAM_BYTES, MOVE_BYTES (of v's results): bytes of
 //              the widest access that strides and addresses allow
+// sums         SUM_THREADS of a block of sums.cuh
 // all kernels  Acc, Param, IN_PLACE (a macro): what is read may be written meanwhile; ARGUMENT_WORDS: 64-bit words of the
 //              kernel's argument
 #pragma once

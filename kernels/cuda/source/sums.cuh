@@ -1,6 +1,6 @@
 // The second half of the weights' gradients: the rows that the blocks of backward.cuh wrote, added up.
 //
-// A block adds eight columns, 16 bytes a load. The rows are few (a few hundred), so this is latency and no bandwidth: all
+// A block adds eight or sixteen columns, 16 bytes a load. The rows are few (a few hundred), so this is latency and no bandwidth: all
 // loads are in flight at once, and the code is short, because it is fetched for the few microseconds that it runs.
 #pragma once
 #include "elements.cuh"
@@ -13,12 +13,12 @@ struct Sums {
   const Acc* partial;  // [rows, pitch]
   char* out[4];  // null where that gradient is not needed
   long long end[4];  // the column after the last of each output; outputs that are absent end where they begin
-  long long rows, pitch;  // pitch: a multiple of SUM_COLUMNS; what is beyond end[3] means nothing
+  long long rows, pitch;  // pitch: a multiple of 16; what is beyond end[3] means nothing
 };
 
-constexpr int SUM_COLUMNS = 8, SUM_THREADS = 256;
+constexpr int SUM_COLUMNS = SUM_THREADS / 32;  // a block's
 
-// The columns [8 block, 8 block + 8), in an order that only the shape decides.
+// The block-th SUM_COLUMNS columns, in an order that only the shape decides.
 __device__ __forceinline__ void add_rows(const Sums& args, unsigned block) {
   constexpr int WIDTH = 16 / int(sizeof(Acc)), ACROSS = SUM_COLUMNS / WIDTH, ROWS = SUM_THREADS / ACROSS, IN_FLIGHT = 6;
   __shared__ Acc of_warps[SUM_THREADS / 32][SUM_COLUMNS];
