@@ -10,10 +10,11 @@ from collections.abc import Container, Iterator
 import torch
 from torch import fx
 
+from fusion_pass.graph.arithmetic import is_projection
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.lanes import product
 from fusion_pass.graph.region import inputs, modelled, upstream
-from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake_tensor, holds, operation, sizes
+from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake_tensor, first_argument, holds, operation, sizes
 from fusion_pass.graph.writes import written_arguments
 
 _SUMS = frozenset("add sub addcmul cat stack view_as_real sum einsum".split())
@@ -59,11 +60,13 @@ def _adds(node: fx.Node) -> bool:
 
 
 def _mixes(node: fx.Node) -> bool:
-    """Whether a product of two tensors is near: without one there is no rotation."""
+    """Whether a product of two tensors is near, with no projection between: without one there is no rotation."""
     queue, seen = [(node, 0)], {node}
     while queue:
         current, depth = queue.pop()
         name = operation(current)
+        if name == "matmul" and _projects(current):
+            continue
         if name in _PRODUCTS and sum(fake_tensor(n) is not None for n in current.all_input_nodes) > 1:
             return True
         if depth < 5 and (current is node or modelled(current)):
@@ -71,6 +74,11 @@ def _mixes(node: fx.Node) -> bool:
             seen.update(fresh)
             queue += [(n, depth + 1) for n in fresh]
     return False
+
+
+def _projects(matmul: fx.Node) -> bool:
+    left = fake_tensor(first_argument(matmul))
+    return left is not None and is_projection(sizes(left)[-1])
 
 
 def _ends_filling(node: fx.Node, effects: Effects) -> bool:

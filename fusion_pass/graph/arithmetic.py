@@ -176,9 +176,14 @@ def _norm(
     return lanes.reduce(x, axes_of(x, dim), keepdim, lambda a, axes: np.sqrt((a * a).sum(axis=axes, keepdims=True)))
 
 
+def is_projection(length: Size) -> bool:
+    """Whether a product that sums over `length` lanes is a projection, whose result is a source: over more than the
+    lanes of a small rotation matrix."""
+    return not isinstance(length, int) or length > 4
+
+
 def _short(length: Size) -> None:
-    """A sum over more than the lanes of a small rotation matrix is a projection, whose result is a source."""
-    if not isinstance(length, int) or length > 4:
+    if is_projection(length):
         raise Opaque("a projection")
 
 
