@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import fx
 from torch._guards import CompileContext
 
@@ -35,6 +36,7 @@ def fuse(module: fx.GraphModule, config: FusionConfig, *, texts: bool = False) -
     before = _text(module) if texts else ""
     verifier = Verifier(config)
     with _no_collection():
+        _complete(module)
         flow = ControlFlow(module)
         sites = [record for body in _bodies_first(module) for record in _fuse_one(body, config, verifier, flow)]
     report.log.debug("%d places read in %.1f ms", len(sites), 1e3 * (time.perf_counter() - started))
@@ -169,6 +171,24 @@ def _bodies_first(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
         yield current
 
     return walk(module)
+
+
+def _complete(module: fx.GraphModule) -> None:
+    """Give the inputs of bodies that Dynamo makes of equal regions (`use_graph_deduplication`) their fake values.
+
+    Those are the values that the first call passes: of its region are those of the other nodes. Dynamo sets none.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        body, _, *passed = node.args
+        child = getattr(module, str(body.target), None) if isinstance(body, fx.Node) else None
+        if not isinstance(child, fx.GraphModule):
+            continue
+        placeholders = child.graph.find_nodes(op="placeholder")
+        if len(placeholders) == len(passed):
+            for placeholder, value in zip(placeholders, passed, strict=True):
+                if isinstance(value, fx.Node) and "example_value" in value.meta:
+                    placeholder.meta.setdefault("example_value", value.meta["example_value"])
+        _complete(child)
 
 
 def _text(module: fx.GraphModule) -> str:

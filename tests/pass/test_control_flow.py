@@ -97,3 +97,17 @@ def test_without_gradients_it_is_fused() -> None:
     model = behind(multiplied_or_copied)
     compiled = torch.compile(model, backend=backend(allow_reference=True, expect=1), fullgraph=True)
     torch.testing.assert_close(compiled(*inputs()), model(*inputs()))
+
+
+def test_equal_layers_that_dynamo_makes_one_body_of() -> None:
+    def model(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for _ in range(3):
+            x = F.linear(x.flatten(2), torch.eye(HEADS * HEAD)).unflatten(2, (HEADS, HEAD)).transpose(1, 2)
+            x = rotated(x, weight, cos, sin)
+            x = F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+        return x
+
+    compiler = backend(allow_reference=True, expect={"norm_rope": 1, "attention": 1})
+    with torch._dynamo.config.patch(use_graph_deduplication=True):
+        compiled = torch.compile(model, backend=compiler, fullgraph=True)
+        torch.testing.assert_close(training_step(compiled), training_step(model), rtol=1e-5, atol=1e-5)
