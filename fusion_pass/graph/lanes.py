@@ -84,8 +84,6 @@ class Value:
 
     def axis(self, axis: int) -> int:
         """`axis` counted from the front."""
-        if not -max(self.rank, 1) <= axis < max(self.rank, 1):
-            raise Opaque(f"axis {axis} of a tensor of rank {self.rank}")
         return axis % max(self.rank, 1)
 
 
@@ -103,18 +101,18 @@ def product(shape: Sequence[Size]) -> Size:
 
 
 def promote(values: Sequence[Value], axis: int) -> None:
-    """Raise `Promote` for all that runs along outer `axis` of `values`, or `Opaque` if that cannot be lanes."""
+    """Raise `Promote` for all that runs along `axis`, outer in one of `values` at least, or `Opaque` if that cannot be
+    lanes.
+    """
     wanted = []
     for value in values:
         for source, paths in value.axes.items():
             path = paths[axis]
             if path is None:
                 continue
-            if path[0] != "axis" or path[1] not in source.promotable:
+            if path[1] not in source.promotable:  # nor is that of a reshape or of rows
                 raise Opaque("an outer axis is used as a feature axis")
             wanted.append((source, path[1]))
-    if not wanted:
-        raise Opaque("an axis is used as a feature axis")
     raise Promote(wanted)
 
 
@@ -164,7 +162,7 @@ def elementwise(function: Callable[..., Array], *values: Value) -> Value:
     if mixed := lanes & outer:
         axis = min(mixed)
         try:
-            promote([v for v in values if v.outer(axis)], axis)
+            promote(values, axis)
         except Opaque as reason:
             raise Mixed(str(reason)) from None
     data = function(*(v.data for v in values))
@@ -215,8 +213,6 @@ def seal(value: Value, random: Callable[[Hashable, int], Array]) -> Value:
 def permute(value: Value, order: Sequence[int]) -> Value:
     """Axes in another order."""
     order = [value.axis(d) for d in order]
-    if sorted(order) != list(range(value.rank)):
-        raise Opaque("not a permutation")
     data = value.data.transpose([0, 1, *(2 + d for d in order)])
     return Value(
         tuple(value.shape[d] for d in order), data, {s: tuple(p[d] for d in order) for s, p in value.axes.items()}
@@ -288,14 +284,14 @@ def take_lanes(value: Value, axis: int, places: Sequence[int]) -> Value:
 def cat(values: Sequence[Value], axis: int) -> Value:
     """Concatenate along a lane axis."""
     if any(v.outer(axis) for v in values):
-        promote([v for v in values if v.outer(axis)], axis)
+        promote(values, axis)
     values = [whole(v, axis) for v in values]
     total: Size = sum(v.shape[axis] for v in values)
     shapes = [[n if d != 2 + axis else -1 for d, n in enumerate(v.data.shape)] for v in values]
     common = [max(column) for column in zip(*shapes, strict=True)]
     for d in range(values[0].rank):
         if d != axis and any(v.outer(d) for v in values) and any(v.lanes(d) for v in values):
-            promote([v for v in values if v.outer(d)], d)
+            promote(values, d)
     parts = [np.broadcast_to(v.data, [v.data.shape[d] if n == -1 else n for d, n in enumerate(common)]) for v in values]
     shape = _broadcast_shape([(*v.shape[:axis], *v.shape[axis + 1 :]) for v in values])
     return Value((*shape[:axis], total, *shape[axis:]), np.concatenate(parts, axis=2 + axis), join_axes(values))
