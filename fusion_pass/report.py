@@ -118,6 +118,8 @@ class Report:
         lines += [f"{count} left alone, {reason}" for reason, count in self.reasons.items()]
         lines += _failures(self)
         lines += [f"{count} of {note}" for note, count in self.notes.items()]
+        if not self.graphs:
+            return "Dynamo captured no graph. Is it switched off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance)?"
         return "\n".join(lines) or "no place for a fusion found"
 
 

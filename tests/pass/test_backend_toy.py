@@ -178,6 +178,14 @@ def test_explain_joins_the_graphs_of_a_model_with_breaks() -> None:
     assert (report.graphs, report.counts) == (2, {"scaled_sin": 2})
 
 
+def test_explain_says_that_nothing_was_captured() -> None:
+    with torch.compiler.set_stance("force_eager"):
+        report = fusion_pass.explain(once, torch.randn(3))
+    assert report.graphs == 0
+    assert str(report).startswith("Dynamo captured no graph")
+    assert str(fusion_pass.explain(nothing, torch.randn(3))) == "no place for a fusion found"
+
+
 def test_explain_many_times_never_falls_back_to_silence() -> None:
     for _ in range(20):
         assert fusion_pass.explain(once, torch.randn(3)).counts == {"scaled_sin": 1}
