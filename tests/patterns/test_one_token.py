@@ -90,6 +90,12 @@ MOVED: dict[str, Operation] = {
     "view": lambda x: x.view(2, 12, 24),
     "view, split": lambda x: x.view(2, 12, 3, 2, 4),
     "view, lanes of two axes": lambda x: x.view(2, 12, 3, 2, 4).transpose(-1, -2).reshape(2, 12, 3, 8),
+    "view, heads cut otherwise": lambda x: x.view(2, 12, 4, 6),
+    "view, heads and lanes cut otherwise": lambda x: x.view(2, 12, 2, 3, 2, 2).flatten(3),
+    "view, batch and sequence joined and taken apart": lambda x: (x.view(24, 3, 8) * 2).view(2, 12, 3, 8),
+    "view, all but lanes joined and taken apart": lambda x: (x.view(72, 8) * 2).view(2, 12, 3, 8),
+    "view, sequence taken apart and joined": lambda x: (x.view(2, 3, 4, 3, 8) * 2).view(2, 12, 3, 8),
+    "view, axes of one": lambda x: (x.view(2, 1, 12, 3, 1, 8) * 2).reshape(1, 2, 12, 3, 8)[0],
     "index": lambda x: x[:, :, 1, 2:7:2],
     "index, last": lambda x: x[..., -1],
     "index, a slice from the end": lambda x: x[..., -3:-1],
@@ -181,8 +187,15 @@ COMPUTED: dict[str, Operation] = {
     "tensor": lambda x, y, w: x * torch.tensor([1.0, -1.0]).repeat(4) + torch.tensor(3.0),
     "dropout": lambda x, y, w: F.dropout(x, 0.0) + F.dropout(y, 0.5, training=False),
     "casts": lambda x, y, w: x.float().double().contiguous().to(y).clone(),
+    "written, a part of no lanes": lambda x, y, w: set_part(x.clone(), (..., slice(8, None)), y[..., :0]),
+    "written through other axes": lambda x, y, w: set_part(x.clone(), (..., slice(2)), 1.0, (2, 3, 4, 3, 8)),
     "written": lambda x, y, w: written(x.clone(), y),
 }
+
+
+def set_part(x: Tensor, part: Any, new: Tensor | float, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    x.view(shape)[part] = new
+    return x
 
 
 def written(x: Tensor, y: Tensor) -> Tensor:
@@ -216,6 +229,8 @@ NOT_MODELLED: dict[str, Operation] = {
     "rolled along two axes": lambda x: x.roll((1, 1), (2, 3)),
     "joined of nothing": lambda x: torch.cat((x[..., :0], x[..., :0]), -1),
     "all rolled": lambda x: x.roll(1),
+    "batch and sequence exchanged by a view": lambda x: x.view(12, 2, 3, 8),
+    "written with an axis too many": lambda x: set_part(x.clone(), (..., 0), x[None, ..., 1]),
     "sequence and lanes in one axis": lambda x: x.transpose(1, 2).reshape(2, 3, 96),
     "sequence cut into chunks": lambda x: x.chunk(2, 1)[0],
     "sequence unbound": lambda x: x.unbind(1)[0],
@@ -268,3 +283,11 @@ def test_what_is_not_modelled(name: str) -> None:
     _, value, _, _ = evaluated(NOT_MODELLED[name], torch.randn(SHAPE, dtype=torch.float64))
     assert read_from(value)
     assert all(node.op != "placeholder" for node in read_from(value)), value
+
+
+def test_rows_that_are_joined_in_another_order() -> None:
+    """The token of a place is known, and that it is none of the same place."""
+    _, value, _, _ = evaluated(lambda x: x.transpose(0, 1).reshape(24, 3, 8).view(SHAPE), torch.randn(SHAPE))
+    (labels,) = value.axes.values()
+    assert None not in labels[:2]
+    assert {("axis", 0), ("axis", 1)}.isdisjoint(labels)
