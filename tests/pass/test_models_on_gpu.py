@@ -73,9 +73,14 @@ def assert_outputs(compiled: Any, module: nn.Module, inputs: Mapping[str, Any], 
     ids=str,
 )
 @pytest.mark.parametrize("name", zoo.names())
-def test_every_model(name: str, how: Combination) -> None:
+def test_every_model(name: str, how: Combination, request: pytest.FixtureRequest) -> None:
     """Every fusion at once, by the kernels of this card alone (no `allow_reference`), without Inductor's code beside
     them."""
+    if name == "modernbert" and how.dynamic and how.training:
+        reason = (
+            "torch 2.11, transformers 5.17: each length is compiled; SDPA on fake tensors of a GPU asks for numbers"
+        )
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     if (name, how.dtype) == ("gpt_oss", torch.float32):
         pytest.skip("AOTAutograd cannot trace its experts in float32 on a GPU, with the pass or without it")
     try:
