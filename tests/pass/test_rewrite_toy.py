@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from expecttest import assert_expected_inline
 from toy import ScaledSin
 
 from fusion_pass import FusionConfig, pipeline, plan
-from fusion_pass.graph.site import Call, Operand, Output, Step
+from fusion_pass.graph.site import Call, Operand, Output, Site, Step
 
 
 def text(module: torch.fx.GraphModule) -> str:
@@ -203,8 +204,6 @@ class LateAnchor(ScaledSin):
     """A site whose result is read before its anchor: the anchor is the cosine further down."""
 
     def find(self, graph: torch.fx.Graph) -> Any:
-        import dataclasses
-
         for site in super().find(graph):
             (cosine,) = graph.find_nodes(op="call_function", target=torch.cos)
             yield dataclasses.replace(site, anchor=cosine)
@@ -223,6 +222,87 @@ def test_but_not_across_a_write_to_memory(only: Callable[..., None]) -> None:
     only(LateAnchor())
     reason = untouched(capture(two_results(write=True), torch.randn(4), torch.randn(4)))
     assert reason == "'early' reads a result before the site ends, and memory is written in between."
+
+
+def test_nor_before_what_the_call_reads(only: Callable[..., None]) -> None:
+    class ReadsItsAnchor(LateAnchor):
+        def find(self, graph: torch.fx.Graph) -> Any:
+            for site in super().find(graph):
+                call = Call("scaled_sin", {"x": Operand(site.anchor)}, site.call.options, "fusion_pass_toy")
+                yield dataclasses.replace(site, call=call)
+
+    only(ReadsItsAnchor())
+    reason = untouched(capture(two_results(write=False), torch.randn(4), torch.randn(4)))
+    assert reason == "'b', which the call reads, is computed only after a result of the site is read."
+
+
+def test_an_operand_inside_of_another_site(only: Callable[..., None]) -> None:
+    """The second sine's call reads the first sine, which the first call leaves nothing of."""
+
+    def call(site: Site) -> Call:
+        read = site.call.tensors["x"].node
+        inner = read.args[0] if read.op == "call_function" else read
+        return Call("scaled_sin", {"x": Operand(inner)}, site.call.options, "fusion_pass_toy")
+
+    only(ScaledSin(call=call))
+    module = capture(lambda x: torch.sin(torch.sin(x) * 3.0) * 2.0, torch.randn(4))
+    report = pipeline.fuse(module, FusionConfig())
+    assert report.counts == {"scaled_sin": 1}
+    assert report.reasons == {"scaled_sin: 'sin', which the call needs, became part of another fusion.": 1}
+    module.graph.lint()
+
+
+@pytest.mark.parametrize("step", [Step("clone"), Step("transpose", (0, 1))], ids=["copy", "view"])
+def test_two_sites_share_views_of_what_they_read_and_no_copies(only: Callable[..., None], step: Step) -> None:
+    """A copy made for the first call does not see what is written before the second."""
+    back = (step,) if step.method == "transpose" else ()
+    only(
+        ScaledSin(
+            call=lambda site: Call(
+                "scaled_sin",
+                {"x": Operand(site.call.tensors["x"].node, (step,))},
+                site.call.options,
+                "fusion_pass_toy",
+            ),
+            outputs=lambda site: (Output(site.anchor, 0, back),),
+        )
+    )
+
+    def function(x: torch.Tensor) -> Any:
+        x = x.clone()
+        first = torch.sin(x) * 3.0
+        x.add_(1)
+        return first, torch.sin(x) * 2.0
+
+    x = torch.randn(3, 3)
+    module = capture(function, x)
+    assert pipeline.fuse(module, FusionConfig()).counts == {"scaled_sin": 2}
+    assert sum(node.target == step.method for node in module.graph.nodes) == 3
+    torch.testing.assert_close(module(x), function(x))
+
+
+def test_a_write_that_the_call_does_not_name_stays(only: Callable[..., None]) -> None:
+    """The call reads the memory that `add_` has written, and nobody reads what `add_` returns any more."""
+    only(
+        ScaledSin(
+            call=lambda site: Call(
+                "scaled_sin",
+                {"x": Operand(site.call.tensors["x"].node.args[0])},
+                site.call.options,
+                "fusion_pass_toy",
+            )
+        )
+    )
+
+    def function(x: torch.Tensor) -> Any:
+        y = x.clone()
+        z = y.add_(1.0)
+        return torch.sin(z) * 3.0, y
+
+    x = torch.randn(4)
+    module = capture(function, x)
+    assert fuse(module) == ""
+    torch.testing.assert_close(module(x), function(x))
 
 
 def test_a_change_of_grad_mode_inside_the_site(only: Callable[..., None]) -> None:
