@@ -13,12 +13,21 @@ from fusion_pass.graph.effects import Effects
 from fusion_pass.patterns.ranges import Range, Ranges
 
 BYTE = (-128.0, 127.0)
+INTEGER = (-(2.0**63), 2.0**63)
+"""Of `int64`, as far as a float tells."""
+
+
+def written(memory: Tensor, x: Tensor) -> Tensor:
+    memory.add_(x)
+    return memory
+
 
 FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Range | None]] = {
     "data": (lambda x, i, b: x * 1.0, None),
     "integers": (lambda x, i, b: i.clone(), BYTE),
     "truth": (lambda x, i, b: b.clone(), (0.0, 1.0)),
     "integers as fractions": (lambda x, i, b: i.float(), BYTE),
+    "integers as fractions, above zero": (lambda x, i, b: torch.ones(3, dtype=torch.int32).float(), (1.0, 1.0)),
     "integers that overflow": (lambda x, i, b: i * 2, BYTE),
     "integers that do not": (lambda x, i, b: i.to(torch.int32) * 2, (-256.0, 254.0)),
     "least magnitude": (lambda x, i, b: i.abs(), BYTE),
@@ -38,18 +47,18 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Range | N
     "several numbers": (lambda x, i, b: torch.tensor([2.0, 3.0]), None),
     "zeros": (lambda x, i, b: torch.zeros(3), (0.0, 0.0)),
     "ones": (lambda x, i, b: torch.ones_like(x), (1.0, 1.0)),
-    "written": (lambda x, i, b: torch.zeros(3).add_(x[0]), None),
+    "written": (lambda x, i, b: written(torch.zeros(3), x), None),
     "arange": (lambda x, i, b: torch.arange(3), (0.0, 3.0)),
     "arange from": (lambda x, i, b: torch.arange(-2, 3), (-2.0, 3.0)),
     "arange from a fraction": (lambda x, i, b: torch.arange(0.5, 3), (0.0, 3.0)),
     "arange of fractions": (lambda x, i, b: torch.arange(0.5, 3.5), None),
-    "arange with a step": (lambda x, i, b: torch.arange(0.0, 9.0, 3.0), None),
-    "arange with a step by name": (lambda x, i, b: torch.arange(0.0, 9.0, step=3.0), None),
-    "arange by name": (lambda x, i, b: torch.arange(end=9.0), None),
+    "arange with a step": (lambda x, i, b: torch.arange(0, 9, 3).float(), INTEGER),
+    "arange with a step by name": (lambda x, i, b: torch.arange(0, 9, step=3).float(), INTEGER),
+    "arange by name": (lambda x, i, b: torch.arange(end=9).float(), INTEGER),
     "cat": (lambda x, i, b: torch.cat((torch.zeros(3), torch.full((3,), 2.0))), (0.0, 2.0)),
     "cat with data": (lambda x, i, b: torch.cat((torch.zeros(3), x)), None),
-    "where": (lambda x, i, b: torch.where(b, torch.zeros(3), 2.0), (0.0, 2.0)),
-    "where, a method": (lambda x, i, b: torch.zeros(3).where(b, torch.full((3,), 2.0)), (0.0, 2.0)),
+    "where": (lambda x, i, b: torch.where(b, torch.full((3,), -3.0), 2.0), (-3.0, 2.0)),
+    "where, a method": (lambda x, i, b: torch.full((3,), -3.0).where(b, torch.zeros(3)), (-3.0, 0.0)),
     "where, data": (lambda x, i, b: x.where(b, torch.zeros(3)), None),
     "masked_fill": (lambda x, i, b: torch.zeros(3).masked_fill(b, -2.0), (-2.0, 0.0)),
     "cumsum": (lambda x, i, b: torch.full((3,), 2.0).cumsum(0), (2.0, 6.0)),
