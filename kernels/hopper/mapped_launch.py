@@ -14,6 +14,7 @@ takes Triton's way, with the same result.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ _KEPT_ADDRESSES = 256
 _FORMAT = "iiiKKppOOOOOO"
 """What Triton 3.6's `launch` takes before the kernel's arguments: the grid, stream, function, two flags, two scratch
 buffers, metadata, hooks. Triton 3.9 has another launcher, and calls go through it."""
+_changes = threading.Lock()
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -114,26 +116,28 @@ class MappedLaunch:
 
     def _gather(self, mapped: tuple[int, ...]) -> Sequence[Any]:
         maps = [encoded[0] for encoded in self._encode(mapped)]
-        _make_room(self._together)
-        self._together[mapped] = maps
+        _keep(self._together, mapped, maps)
         return maps
 
     def _encode(self, mapped: Sequence[int]) -> list[Sequence[Any]]:
         """The maps at these addresses."""
         found = []
         for kept, address, tensor_map, metadata in zip(self._encoded, mapped, self._maps, self._metadata, strict=True):
-            if address not in kept:
-                _make_room(kept)
+            encoded = kept.get(address)
+            if encoded is None:
                 described = tensor_map.at(Address(address, tensor_map.dtype))
-                kept[address] = tuple(nvidia.make_tensordesc_arg(described, metadata))
-            found.append(kept[address])
+                encoded = tuple(nvidia.make_tensordesc_arg(described, metadata))
+                _keep(kept, address, encoded)
+            found.append(encoded)
         return found
 
 
-def _make_room(kept: dict[Any, Any]) -> None:
-    """For one more: the oldest goes."""
-    if len(kept) >= _KEPT_ADDRESSES:
-        kept.pop(next(iter(kept)), None)
+def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """The oldest makes room where there is none. Threads that launch at the same time do so one after the other."""
+    with _changes:
+        if len(kept) >= _KEPT_ADDRESSES:
+            del kept[next(iter(kept))]
+        kept[key] = value
 
 
 def _watched(hook: Any) -> bool:

@@ -3,7 +3,9 @@ Triton's way where the launcher is another or someone watches."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +81,30 @@ def test_arguments_in_order_and_maps_encoded_once(encoded: list[int]) -> None:
     maps = (("map", 4096, 0), 5, 64, 64, 1, ("map", 512, 1), 7, 32, 32, 1)
     assert kernel.launched[0] == kernel.launched[1] == (*head, *maps, 1, 0, 8, 0.5, template, 4)
     assert kernel.launched[2][len(head)] == ("map", 8192, 0)
+
+
+def test_threads_that_launch_at_the_same_time(encoded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launches with its own addresses, of which there are more than are kept."""
+    from fusion_pass.kernels.hopper import mapped_launch
+
+    monkeypatch.setattr(mapped_launch, "_KEPT_ADDRESSES", 2)
+    kernel = Kernel([{"which": 0}, {"which": 1}])
+    launch, _ = launch_of(kernel)
+    launch((0, 0, 1, 0))
+
+    def many(thread: int) -> None:
+        for index in range(10_000):
+            launch((64 * (index + 10_000 * thread), 512, thread, 0))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(many, range(1, 9)))
+    finally:
+        sys.setswitchinterval(interval)
+    launched = [(arguments[13][1], arguments[-6]) for arguments in kernel.launched[1:]]
+    assert sorted(launched) == [(64 * index, index // 10_000) for index in range(10_000, 90_000)]
 
 
 def goes_through_triton(kernel: Kernel) -> bool:
