@@ -1,13 +1,13 @@
 """Where Inductor's own code for norm + rotation was measured faster than every kernel here: left to it by
 `backend="auto"` and by the pass, unless a kernel is named.
 
-Each line is a row of the benchmark (`python -m benchmarks.norm_rope`, H100) below 1.0x: forward and backward together
-in training, the forward alone in inference.
+Each line is a row of the benchmark (`python -m benchmarks.norm_rope`) below 1.0x: forward and backward together in
+training, the forward alone in inference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .registry import Request
@@ -20,11 +20,19 @@ class Slower:
     what: str
     factor: float
     covers: Callable[[Request], bool]
+    card: str = "an H100"
 
 
 def _one_token(request: Request) -> bool:
     shape = _shape(request)
     return shape[:2] == (1, 1)
+
+
+def _long_rows_of_many_tokens(request: Request) -> bool:
+    shape, lanes = _shape(request), head_dim(request)
+    heads = request.options.get("num_heads") or (shape[-2] if len(shape) == 4 else None)
+    known = None not in (*shape[:2], lanes, heads)
+    return known and shape[0] * shape[1] > 4096 and heads * lanes > 4096  # type: ignore[operator]
 
 
 def head_dim(request: Request) -> int | None:
@@ -55,9 +63,31 @@ SLOWER = (
 )
 
 
+SLOWER_IN_TRITON = (
+    # OLMo 2 32B, 40+8 heads: 0.88x at 16384 tokens, 0.83x at 65536; 1.01x at 4096. A row of 5120 lanes is padded to
+    # 8192 and does not fit the registers. CUDA C++ is twice as fast as Inductor there.
+    Slower(
+        "a norm over rows of more than 4096 lanes, of more than 4096 tokens in training",
+        0.88,
+        lambda r: r.training and r.options.get("norm_scope") == "hidden" and _long_rows_of_many_tokens(r),
+        "an H200",
+    ),
+)
+
+
 def gate(request: Request) -> str | None:
     """None, or the reason to leave a request to Inductor."""
-    for slower in SLOWER:
+    return _gate(SLOWER, request)
+
+
+def triton_gate(request: Request) -> str | None:
+    """`gate` where there is no CUDA C++ to choose from."""
+    reason = _gate(SLOWER_IN_TRITON, request)
+    return gate(request) if reason is None else f"{reason} `pip install 'fusion-pass[cuda]'` brings a faster kernel."
+
+
+def _gate(rows: Iterable[Slower], request: Request) -> str | None:
+    for slower in rows:
         if slower.covers(request):
-            return f"Inductor's own code is faster for {slower.what} ({slower.factor}x on an H100)."
+            return f"Inductor's own code is faster for {slower.what} ({slower.factor}x on {slower.card})."
     return None

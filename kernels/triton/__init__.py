@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from ..cost_gate import gate, head_dim
+from ..cost_gate import head_dim, triton_gate
 from ..registry import NORM_ROPE_OPS, Kernel, Request
 
 
@@ -50,6 +50,6 @@ KERNELS = (
         load=lambda: importlib.import_module(f"{__name__}.norm_rope"),
         available=available,
         supports=_supports,
-        gate=gate,
+        gate=triton_gate,
     ),
 )

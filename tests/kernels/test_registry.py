@@ -74,10 +74,15 @@ def test_a_gated_kernel_stands_before_the_reference(monkeypatch: pytest.MonkeyPa
 
 
 def asked(
-    kernel_name: str, tokens: tuple[int | None, int | None], training: bool, head_dim: int = 128, scope: str = "head"
+    kernel_name: str,
+    tokens: tuple[int | None, int | None],
+    training: bool,
+    head_dim: int = 128,
+    scope: str = "head",
+    heads: int = 32,
 ) -> str | None:
     gate = next(k.gate for k in registry.kernels("qk_norm_rope") if k.name == kernel_name)
-    shapes, options = {"q": (*tokens, 32, head_dim)}, {"norm_scope": scope}
+    shapes, options = {"q": (*tokens, heads, head_dim)}, {"norm_scope": scope}
     return gate(Request("qk_norm_rope", torch.device("cuda"), {}, shapes, options, training))
 
 
@@ -92,6 +97,22 @@ def test_the_cost_gate(name: str) -> None:
     assert "0.98x" in (asked(name, one, False, head_dim=80) or "")
     assert asked(name, one, True, head_dim=80) is None
     assert asked(name, one, False) is None
+
+
+def test_long_rows_are_left_to_inductor_without_cuda() -> None:
+    """Of Triton alone, which pads them to the next power of two."""
+    many, fewer, unknown = (4, 4096), (1, 4096), (None, None)
+    assert "pip install 'fusion-pass[cuda]'" in (asked("triton", many, True, scope="hidden", heads=40) or "")
+    for tokens, training, scope, heads in (
+        (fewer, True, "hidden", 40),
+        (unknown, True, "hidden", 40),
+        (many, False, "hidden", 40),
+        (many, True, "head", 40),
+        (many, True, "hidden", 32),
+    ):
+        assert asked("triton", tokens, training, scope=scope, heads=heads) is None
+    assert asked("measured", many, True, scope="hidden", heads=40) is None
+    assert asked("cuda", many, True, scope="hidden", heads=40) is None
 
 
 def test_names_are_unique() -> None:
