@@ -47,6 +47,7 @@ OTHER_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "tokens repeated": lambda x: x.repeat_interleave(2, dim=1)[:, :, :1].repeat_interleave(S, dim=2),
     "each as often as a tensor says": lambda x: x.repeat_interleave(torch.tensor([1, 3]), 1, output_size=H),
+    "of one batch, repeated": lambda x: x[:1].repeat(1, 2, 1, 1).repeat_interleave(B, dim=0),
     "tokens doubled": lambda x: x.repeat(1, 2, 1, 1).repeat_interleave(2, dim=2),
     "each copy another": lambda x: (x[:, :, None] * torch.tensor([1.0, 2.0]).view(2, 1, 1)).reshape(B, H, S, D),
     "through other strides": lambda x: (

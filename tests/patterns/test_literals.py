@@ -23,7 +23,7 @@ def returned(function: Callable[[Tensor], Tensor]) -> fx.Node:
 
 
 def halved(x: Tensor) -> Tensor:
-    x /= 2
+    x.div_(2)
     return x
 
 
