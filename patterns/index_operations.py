@@ -267,7 +267,7 @@ def _comparison(name: str, integers: Callable[[Linear], Formula], floats: Callab
     def holds(a: float, b: float) -> bool:
         return floats(a - b if a != b else 0.0)
 
-    @operator(name, f"__{name}__")
+    @operator(name)
     def run(reader: Reader, node: fx.Node, x: Any, other: Any) -> Element:
         def compare(x_: Element, y_: Element) -> Element:
             if isinstance(x_, Linear) and isinstance(y_, Linear):

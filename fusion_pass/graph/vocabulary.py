@@ -59,6 +59,8 @@ _ALIASES = {
     "__and__": "bitwise_and",
     "__or__": "bitwise_or",
     "__invert__": "bitwise_not",
+    # torch 2.11 captures `==` of tensors as a method.
+    **{f"__{name}__": name for name in "eq ne lt le gt ge".split()},
     "invert": "bitwise_not",
     "inv": "bitwise_not",
     "not_": "logical_not",

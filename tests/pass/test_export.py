@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.virtualized import V
 
 import fusion_pass
-from fusion_pass import FusionConfig
+from fusion_pass import FusionConfig, FusionError
+from fusion_pass.inductor_hook import FusionHook
 
 HEAD = 16
 
@@ -46,6 +48,22 @@ def test_an_exported_model_is_read_and_compiled() -> None:
     torch.testing.assert_close(compiled(*given), model(*given))
 
 
+def test_ahead_of_time_nothing_is_fused_where_operators_get_another_dtype(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AOTInductor of torch 2.11 calls them with float64 for float32."""
+    monkeypatch.setattr("fusion_pass.inductor_hook._RIGHT_AHEAD_OF_TIME", False)
+    module = torch.export.export(Rotated(), inputs(5)).module()
+    before = str(module.graph)
+    with V.set_aot_compilation(True):
+        FusionHook(FusionConfig(allow_reference=True), None)(module.graph)
+        with pytest.raises(FusionError, match="Nothing is fused in what AOTInductor compiles"):
+            FusionHook(FusionConfig(allow_reference=True, strict=True), None)(module.graph)
+    assert str(module.graph) == before
+    assert "may call operators with another dtype" in caplog.text
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="AOTInductor calls custom operators with another dtype")
 @pytest.mark.slow
 def test_a_model_compiled_ahead_of_time(tmp_path: Path) -> None:
     """AOTInductor copies its options, and calls operators with None for an empty list (`mrope_section`)."""

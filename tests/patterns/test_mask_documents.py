@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from mask_calls import PADDING, POSITIONS, SEGMENTS, H, S, columns, proved, rows, with_data
-from torch import Tensor
+from torch import Tensor, fx
+
+from fusion_pass.graph.vocabulary import operation
 
 
 def test_chunks_become_segments() -> None:
@@ -16,6 +18,14 @@ def test_chunks_become_segments() -> None:
     assert found["q_segment_ids"].startswith("floordiv_1")
     assert found["k_segment_ids"].startswith("floordiv.")
     assert "mask" not in found
+
+
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+def test_a_comparison_by_its_method(name: str) -> None:
+    """torch 2.11 captures `==` of tensors as the method `__eq__`."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    assert operation(graph.call_method(f"__{name}__", (x, 3))) == name
 
 
 def test_chunks_whose_numbers_are_overwritten_are_a_mask() -> None:
