@@ -19,7 +19,7 @@ from fusion_pass.report import Report, log
 
 GraphPass = Callable[[fx.Graph], None]
 
-_RIGHT_AHEAD_OF_TIME = torch.__version__ >= (2, 13)
+_RIGHT_AHEAD_OF_TIME = torch.__version__ >= "2.13"
 """What AOTInductor of torch 2.11 compiled calls a custom operator with float64 where the graph says float32. Right in
 2.13; 2.12 was not tried."""
 

@@ -79,7 +79,7 @@ def training_step(model: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         pytest.param(
             in_a_branch,
             True,
-            marks=pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 does not compile it by itself"),
+            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 does not compile it by itself"),
         ),
         (behind(multiplied_or_copied), False),
         (behind_and_in_a_checkpoint, False),
