@@ -63,11 +63,12 @@ def test_ahead_of_time_nothing_is_fused_where_operators_get_another_dtype(
     assert "may call operators with another dtype" in caplog.text
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="AOTInductor calls custom operators with another dtype")
 @pytest.mark.slow
 def test_a_model_compiled_ahead_of_time(tmp_path: Path) -> None:
-    """AOTInductor copies its options, and calls operators with None for an empty list (`mrope_section`)."""
-    config = FusionConfig(allow_reference=True, expect={"qk_norm_rope": 1, "attention": 1})
+    """AOTInductor copies its options, and calls operators with None for an empty list (`mrope_section`). Before torch
+    2.13 nothing is fused, and the numbers are right too."""
+    expected = {"qk_norm_rope": 1, "attention": 1} if torch.__version__ >= "2.13" else None
+    config = FusionConfig(allow_reference=True, expect=expected)
     tokens = torch.export.Dim("tokens", min=2, max=64)
     places = [{1: tokens}] * 3 + [{0: tokens}] * 2
     model = Rotated()
@@ -79,5 +80,5 @@ def test_a_model_compiled_ahead_of_time(tmp_path: Path) -> None:
         )
         given = inputs(11)
         torch.testing.assert_close(torch._inductor.aoti_load_package(path)(*given), model(*given))
-    (report,) = options["pre_grad_custom_pass"].reports
-    assert report.counts == config.expect
+    reports = options["pre_grad_custom_pass"].reports
+    assert [report.counts for report in reports] == ([] if expected is None else [expected])

@@ -34,6 +34,10 @@ NORM_AND_ROTATION = ("qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope")
 BF16 = torch.bfloat16
 TOO_NARROW = ("cogview4", "mochi", "sana")
 """Their heads have four lanes in the zoo; attention kernels take multiples of 8."""
+COMPILED_AGAIN = ("modernbert",)
+"""Dynamic training of these compiles each length with torch 2.11 and transformers 5.17: while the pass finds out who
+depends on strides, SDPA on fake tensors of a GPU asks for sizes (README, Limits). Each of the graphs has all
+fusions."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,28 +77,28 @@ def assert_outputs(compiled: Any, module: nn.Module, inputs: Mapping[str, Any], 
     ids=str,
 )
 @pytest.mark.parametrize("name", zoo.names())
-def test_every_model(name: str, how: Combination, request: pytest.FixtureRequest) -> None:
+def test_every_model(name: str, how: Combination) -> None:
     """Every fusion at once, by the kernels of this card alone (no `allow_reference`), without Inductor's code beside
     them."""
-    if name == "modernbert" and how.dynamic and how.training:
-        reason = (
-            "torch 2.11, transformers 5.17: each length is compiled; SDPA on fake tensors of a GPU asks for numbers"
-        )
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
-    if (name, how.dtype) == ("gpt_oss", torch.float32):
-        pytest.skip("AOTAutograd cannot trace its experts in float32 on a GPU, with the pass or without it")
     try:
         module, inputs = zoo.build(name, dtype=how.dtype, device="cuda")
     except ModuleNotFoundError as missing:
-        pytest.skip(str(missing))
+        pytest.skip(f"{name} cannot be built: {missing}")
     module.train(how.training)
+    if name == "gpt_oss" and how.dtype == torch.float32:
+        # AOTAutograd cannot trace what transformers 5.17 takes for the grouped products of float32.
+        module.set_experts_implementation("batched_mm")
     compiler = FusionBackend(FusionConfig(), inner=as_it_is if how.dynamic else eager)
     compiled = torch.compile(module, backend=compiler, fullgraph=name not in GRAPH_BREAKS, dynamic=how.dynamic)
     compare = assert_step if how.training else assert_outputs
     if how.dynamic and name not in ONE_SIZE:
         compare(compiled, module, to("cuda", shorter(name, inputs)), how.dtype)
     compare(compiled, module, inputs, how.dtype)
-    assert_found(compiler.reports, expected(name, how))
+    if name in COMPILED_AGAIN and how.dynamic and how.training:
+        for report in compiler.reports:
+            assert_found([report], expected(name, how))
+    else:
+        assert_found(compiler.reports, expected(name, how))
     if name in TOO_NARROW:
         reasons = [site.reason for report in compiler.reports for site in report.sites if site.fusion == "attention"]
         assert reasons

@@ -29,12 +29,17 @@ REPEATS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", REPEATS)
-def test_repeated_heads_are_folded(name: str) -> None:
-    repeat = REPEATS[name]
+def attention_of(repeat: Callable[[Tensor], Tensor]) -> graphs.Site:
+    """The attention of queries with keys and values of two heads, each of which `repeat` makes those of the queries."""
     module, inputs = graphs.captured(lambda q, k, v: (q @ repeat(k).mT).softmax(-1) @ repeat(v), *qkv(kv_heads=2))
     (place,) = graphs.check(module, inputs)
     assert isinstance(place, graphs.Site)
+    return place
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_repeated_heads_are_folded(name: str) -> None:
+    place = attention_of(REPEATS[name])
     assert graphs.heads(place, "k") == graphs.heads(place, "v") == (1 if name == "twice" else 2)
 
 
@@ -68,10 +73,7 @@ OTHER_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OTHER_MAPS)
 def test_other_maps_of_heads_stay(name: str) -> None:
-    repeat = OTHER_MAPS[name]
-    module, inputs = graphs.captured(lambda q, k, v: (q @ repeat(k).mT).softmax(-1) @ repeat(v), *qkv(kv_heads=2))
-    (place,) = graphs.check(module, inputs)
-    assert isinstance(place, graphs.Site)
+    place = attention_of(OTHER_MAPS[name])
     assert graphs.heads(place, "k") == graphs.heads(place, "v") == H
 
 

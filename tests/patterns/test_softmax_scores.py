@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from written_attention import LOWEST, D, H, Model, S, causal, fused, hidden, qkv, refused
+from written_attention import LOWEST, D, H, Model, S, assert_form, causal, fused, hidden, qkv, refused
 
 FORMS: dict[str, tuple[Model, dict[str, Any]]] = {
     "scale by mul": (lambda q, k, v: ((q @ k.mT) * 0.3).softmax(-1) @ v, {"scale": 0.3}),
@@ -78,10 +78,7 @@ FORMS: dict[str, tuple[Model, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_form(name: str) -> None:
-    model, expected = FORMS[name]
-    found = fused(model, *qkv())
-    assert found.keys() == expected.keys()
-    assert all(found[key] == pytest.approx(expected[key]) for key in expected)
+    assert_form(*FORMS[name])
 
 
 @pytest.mark.parametrize("name", ["softcap and mask", "where", "scale by div"])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attention_graphs as graphs
+import pytest
 import torch
 from torch import Tensor
 
@@ -44,6 +45,13 @@ def fused(model: Model, *inputs: Tensor, dynamic: bool | None = None) -> dict[st
     (place,) = graphs.check(module, given)
     assert isinstance(place, graphs.Site), place.reason
     return {name: value for name, value in graphs.arguments(place).items() if name not in ("q", "k", "v", "out_order")}
+
+
+def assert_form(model: Model, expected: dict[str, Any]) -> None:
+    """The only site has these arguments beside q, k and v, and no others."""
+    found = fused(model, *qkv())
+    assert found.keys() == expected.keys()
+    assert all(found[key] == pytest.approx(expected[key]) for key in expected)
 
 
 def refused(model: Model, *inputs: Tensor) -> str:
