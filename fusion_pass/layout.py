@@ -96,6 +96,21 @@ def _order_in_memory(tensor: torch.Tensor) -> list[int] | None:
     return sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
 
 
+def _is_dense_here(tensor: torch.Tensor) -> bool:
+    """Whether it is a dense permutation with the numbers of this call, or those are not known."""
+    order = _order_in_memory(tensor)
+    sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
+    if order is None or None in sizes:
+        return True
+    expected = 1
+    for axis in reversed(order):
+        stride = tensor.stride(axis)
+        if sizes[axis] != 1 and (stride if isinstance(stride, int) else stride.node.hint) != expected:
+            return False
+        expected *= sizes[axis]
+    return True
+
+
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether it is contiguous for every value of its symbols."""
     expected: int | torch.SymInt = 1
@@ -126,11 +141,12 @@ def _depends_by_nature(node: fx.Node) -> bool:
 
 def _may_count_on(reader: fx.Node, changed: dict[fx.Node, Any]) -> bool:
     """Whether an operator of somebody else's reads a tensor that was dense and is to have other strides: its kernel may
-    count on them. On those of a part of a packed tensor, which are not dense, none is taken to count."""
+    count on them. On those of a part of a packed tensor, which are not dense, none is taken to count. A tensor that is
+    dense in this call, though nothing proves it for others, may be counted on too; then the site is left alone."""
     if not is_foreign(reader.target):
         return False
     before = (leaf for node in reader.all_input_nodes if node in changed for leaf in _tensors(fake(node)))
-    return any(steps_to_layout(tensor) is not None for tensor in before)
+    return any(_is_dense_here(tensor) for tensor in before)
 
 
 def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -51,6 +51,17 @@ def test_strides_are_restored_for_every_length() -> None:
     assert len(backend.reports) == 1
 
 
+def test_strides_that_nothing_proves_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense in this call, and perhaps not in others: what an operator counts on cannot be restored."""
+    monkeypatch.setattr("fusion_pass.layout._is_dense", lambda _: False)
+    backend = FusionBackend(FusionConfig(allow_reference=True), inner=as_it_is)
+    given = heads_first(2, 24)
+    strides = torch.compile(rotated, backend=backend, fullgraph=True)(*given)
+    assert strides.tolist() == rotated(*given).tolist()
+    (reason,) = backend.reports[0].reasons
+    assert "depends on the strides" in reason
+
+
 @pytest.mark.parametrize("alias", [True, False])
 def test_a_result_returned_beside_its_detached_alias(alias: bool) -> None:
     """AOTAutograd returns the alias in the shape of the memory: the result of the call must not be a view of it."""
