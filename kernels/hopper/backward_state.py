@@ -58,63 +58,6 @@ class Problem:
     work: gl.tuple
     ahead: gl.tuple
 
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q,
-        k,
-        v,
-        do,
-        dq,
-        dk,
-        dv,
-        lse,
-        delta,
-        row_low,
-        row_high,
-        labels,
-        ranges,
-        order,
-        counter,
-        turns,
-        sums,
-        zeroed,
-        summed,
-        sizes,
-        band,
-        strides,
-        scales,
-        parts,
-        work,
-        ahead,
-    ):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.do = do
-        self.dq = dq
-        self.dk = dk
-        self.dv = dv
-        self.lse = lse
-        self.delta = delta
-        self.row_low = row_low
-        self.row_high = row_high
-        self.labels = labels
-        self.ranges = ranges
-        self.order = order
-        self.counter = counter
-        self.turns = turns
-        self.sums = sums
-        self.zeroed = zeroed
-        self.summed = summed
-        self.sizes = sizes
-        self.band = band
-        self.strides = strides
-        self.scales = scales
-        self.parts = parts
-        self.work = work
-        self.ahead = ahead
-
 
 @aggregate
 class Keys:
@@ -128,16 +71,6 @@ class Keys:
     band: gl.tuple
     scales: gl.tuple
     key0: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, row_low, row_high, labels, sizes, band, scales, key0):
-        self.row_low = row_low
-        self.row_high = row_high
-        self.labels = labels
-        self.sizes = sizes
-        self.band = band
-        self.scales = scales
-        self.key0 = key0
 
 
 @aggregate
@@ -167,51 +100,6 @@ class Shared:
     kv_free: gl.shared_memory_descriptor
     dq_free: gl.shared_memory_descriptor
     dq_next: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q,
-        do,
-        k,
-        v,
-        ds,
-        dq,
-        dq_boxes,
-        dk,
-        dv,
-        lse,
-        delta,
-        tile,
-        tile_full,
-        tile_free,
-        q_full,
-        do_full,
-        kv_full,
-        kv_free,
-        dq_free,
-        dq_next,
-    ):
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
-        self.ds = ds
-        self.dq = dq
-        self.dq_boxes = dq_boxes
-        self.dk = dk
-        self.dv = dv
-        self.lse = lse
-        self.delta = delta
-        self.tile = tile
-        self.tile_full = tile_full
-        self.tile_free = tile_free
-        self.q_full = q_full
-        self.do_full = do_full
-        self.kv_full = kv_full
-        self.kv_free = kv_free
-        self.dq_free = dq_free
-        self.dq_next = dq_next
 
 
 @gluon.constexpr_function

@@ -46,47 +46,6 @@ class Problem:
     scale: gl.tensor
     cap_scale: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q,
-        k,
-        v,
-        o,
-        o_ptr,
-        o_strides,
-        lse,
-        sinks,
-        row_low,
-        row_high,
-        labels,
-        ranges,
-        counter,
-        sizes,
-        band,
-        rows_strides,
-        scale,
-        cap_scale,
-    ):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.o = o
-        self.o_ptr = o_ptr
-        self.o_strides = o_strides
-        self.lse = lse
-        self.sinks = sinks
-        self.row_low = row_low
-        self.row_high = row_high
-        self.labels = labels
-        self.ranges = ranges
-        self.counter = counter
-        self.sizes = sizes
-        self.band = band
-        self.rows_strides = rows_strides
-        self.scale = scale
-        self.cap_scale = cap_scale
-
 
 @aggregate
 class Shared:
@@ -103,20 +62,6 @@ class Shared:
     v_full: gl.shared_memory_descriptor
     tile_full: gl.shared_memory_descriptor
     tile_free: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, o, tile, q_full, q_free, k_full, v_full, tile_full, tile_free):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.o = o
-        self.tile = tile
-        self.q_full = q_full
-        self.q_free = q_free
-        self.k_full = k_full
-        self.v_full = v_full
-        self.tile_full = tile_full
-        self.tile_free = tile_free
 
 
 @gluon.constexpr_function

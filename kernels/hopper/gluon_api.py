@@ -18,8 +18,9 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from typing_extensions import dataclass_transform
 
-aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
+_aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_load") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
@@ -38,6 +39,22 @@ else:
         _semantic.builder.create_async_tma_reduce(
             ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coordinates, src.handle
         )
+
+
+@dataclass_transform()
+def aggregate(cls):
+    """A class of values that kernels pass on together: a field for each annotation, which its constructor takes in
+    their order."""
+    # A Triton constant, so that what a kernel is cached by tells other fields, or another order, apart.
+    names = gl.constexpr(tuple(cls.__annotations__))
+
+    @gluon.constexpr_function
+    def __init__(self, *fields):
+        for name, field in zip(names.value, fields, strict=True):
+            setattr(self, name, field)
+
+    cls.__init__ = __init__
+    return _aggregate(cls)
 
 
 @builtin

@@ -61,28 +61,6 @@ class Problem:
     key0: gl.tensor
     tiles: gl.tuple
 
-    @gluon.constexpr_function
-    def __init__(
-        self, q, k, v, do, dk, dv, lse, delta, row_low, row_high, labels, sizes, band, scales, parts, key0, tiles
-    ):  # fmt: skip
-        self.q = q
-        self.k = k
-        self.v = v
-        self.do = do
-        self.dk = dk
-        self.dv = dv
-        self.lse = lse
-        self.delta = delta
-        self.row_low = row_low
-        self.row_high = row_high
-        self.labels = labels
-        self.sizes = sizes
-        self.band = band
-        self.scales = scales
-        self.parts = parts
-        self.key0 = key0
-        self.tiles = tiles
-
 
 @aggregate
 class Shared:
@@ -100,21 +78,6 @@ class Shared:
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, q, do, k, v, p, dk, dv, lse, delta, q_full, do_full, kv_full):
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
-        self.p = p
-        self.dk = dk
-        self.dv = dv
-        self.lse = lse
-        self.delta = delta
-        self.q_full = q_full
-        self.do_full = do_full
-        self.kv_full = kv_full
 
 
 @gluon.constexpr_function

@@ -63,29 +63,6 @@ class Problem:
     cap_scale: gl.tensor
     grad_scale: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(
-        self, q, k, v, do, dq, lse, delta, row_low, row_high, labels, ranges, sizes, band, rows_strides, scale,
-        cap_scale, grad_scale,
-    ):  # fmt: skip
-        self.q = q
-        self.k = k
-        self.v = v
-        self.do = do
-        self.dq = dq
-        self.lse = lse
-        self.delta = delta
-        self.row_low = row_low
-        self.row_high = row_high
-        self.labels = labels
-        self.ranges = ranges
-        self.sizes = sizes
-        self.band = band
-        self.rows_strides = rows_strides
-        self.scale = scale
-        self.cap_scale = cap_scale
-        self.grad_scale = grad_scale
-
 
 @aggregate
 class Shared:
@@ -99,17 +76,6 @@ class Shared:
     do_full: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, q, do, k, v, q_full, do_full, k_full, v_full):
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
-        self.q_full = q_full
-        self.do_full = do_full
-        self.k_full = k_full
-        self.v_full = v_full
 
 
 @gluon.constexpr_function
