@@ -44,7 +44,8 @@ def are_small(reading: MaskReading, data: Sequence[MaskTerm], known: Iterable[Ma
         found = ranges.of(mask.node) if mask.meaning is Meaning.ADDED else None
         largest = math.inf if found is None else max(map(abs, found)) * mask.factor
         raised = [-mask.raised] if math.isfinite(mask.raised) else []
-        if not largest <= min([*hidden, *raised], default=math.inf) / 2:
+        # The bias may lower the key that is seen and lift the one that is hidden: half of the number is between them.
+        if not largest <= min([*hidden, *raised], default=math.inf) / 4:
             return False
     return True
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fusion_pass.graph.effects import Effects
-from fusion_pass.graph.vocabulary import CALLS, fake_tensor, operation
+from fusion_pass.graph.vocabulary import fake_tensor, operation
 from fusion_pass.kernels.attention_problem import mask_floor
 
 from .literals import constant
@@ -25,35 +25,30 @@ from .masked_scores import MaskTerm, Meaning
 def take_apart(effects: Effects, mask: MaskTerm) -> list[MaskTerm]:
     """The bias and the mask that an additive `mask` is made of; else `mask` alone."""
     node = mask.node
-    if mask.meaning is not Meaning.ADDED or node.op not in CALLS or node.kwargs:
-        return [mask]
     find = _RULES.get(operation(node))
-    parts = None if find is None else find(effects, mask, *node.args)
-    if parts is None or any(fake_tensor(part.node) is None for part in parts):
+    if mask.meaning is not Meaning.ADDED or find is None or node.kwargs:
         return [mask]
-    return [mask] if any(effects.writes(n) for n in (node, *(part.node for part in parts))) else parts
+    parts = find(effects, mask, *node.args)
+    return [mask] if parts is None or any(effects.writes(n) for n in (node, *(p.node for p in parts))) else parts
 
 
 def _summands(_: Effects, mask: MaskTerm, *args: object) -> list[MaskTerm] | None:
-    nodes = [a for a in args if isinstance(a, fx.Node)]
-    return [replace(mask, node=a) for a in nodes] if len(nodes) == len(args) == 2 else None
+    parts = [replace(mask, node=a) for a in args if isinstance(a, fx.Node)]
+    return parts if len(parts) == 2 else None
 
 
-def _filled(effects: Effects, mask: MaskTerm, *args: object) -> list[MaskTerm] | None:
+def _filled(effects: Effects, mask: MaskTerm, x: object, chosen: object, value: object) -> list[MaskTerm] | None:
     """`x.masked_fill(m, c)`, and `where(m, x, c)` with a number in either place: x, and c where m says."""
-    if len(args) != 3:
-        return None
     node, meaning = mask.node, Meaning.HIDDEN
-    x, chosen, value = args
     if operation(node) == "where":
         chosen, x = (x, chosen) if node.op == "call_function" else (chosen, x)
         meaning = Meaning.SEEN
         if constant(effects, value) is None:
             x, value, meaning = value, x, Meaning.HIDDEN
     number = constant(effects, value)
-    floor = mask_floor(cast(torch.Tensor, fake_tensor(node)).dtype)
     if not isinstance(x, fx.Node) or not isinstance(chosen, fx.Node) or number is None:
         return None
+    floor = mask_floor(cast(torch.Tensor, fake_tensor(node)).dtype)
     if not number <= floor or not number * mask.factor <= floor:
         return None
     return [replace(mask, node=x), replace(mask, node=chosen, meaning=meaning, hidden=number)]

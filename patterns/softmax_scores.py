@@ -144,8 +144,8 @@ class Parser:
         factor = taken[1]
         masks = tuple(replace(mask, factor=mask.factor * factor, raised=mask.raised * factor) for mask in scores.masks)
         for mask in masks:
-            if mask.meaning is not Meaning.ADDED:
-                _check_hides(mask.reader, mask.hidden * mask.factor * _USUAL_FACTOR)
+            hidden = -math.inf if mask.meaning is Meaning.ADDED else mask.hidden * mask.factor
+            _check_hides(mask.reader, max(hidden, mask.raised) * _USUAL_FACTOR)
         if scores.cap is not None:
             return replace(scores, cap=scores.cap * factor, masks=masks).through(node)
         return replace(scores, inner=scores.inner * factor, masks=masks).through(node)
@@ -217,7 +217,8 @@ class Parser:
             or number > mask_floor(cast(torch.Tensor, fake_tensor(node)).dtype)
         ):
             return None
-        return replace(scores, masks=tuple(replace(mask, raised=number) for mask in scores.masks)).through(node)
+        masks = tuple(replace(mask, raised=max(mask.raised, number)) for mask in scores.masks)
+        return replace(scores, masks=masks).through(node)
 
     def _cat(self, node: fx.Node) -> Scores | None:
         """Sinks as one more column."""

@@ -81,6 +81,15 @@ BOUNDED: dict[str, tuple[Model, dict[str, Any]]] = {
         attention(lambda s: s + torch.where(~future(s), of_mpt(s.shape[-1]), torch.full((), LOWEST))),
         {},
     ),
+    "chosen by a method": (attention(lambda s: s + of_mpt(s.shape[-1]).where(~future(s), LOWEST)), {}),
+    "masked by the largest number that hides": (
+        attention(lambda s: s + of_mpt(s.shape[-1]).masked_fill(future(s), -1e8)),
+        {},
+    ),
+    "masked and scaled to the largest number that hides": (
+        attention(lambda s: (s + of_mpt(s.shape[-1]).masked_fill(future(s), -2e8)) * 0.5),
+        {},
+    ),
     "in a window": (
         attention(
             lambda s: (s + of_mpt(s.shape[-1])).masked_fill(future(s) | torch.ones_like(future(s)).tril(-3), LOWEST)
@@ -125,6 +134,8 @@ def test_scaled_bias_of_float64() -> None:
     assert mask.steps[0].args == (torch.float64,)
 
 
+PADDED = torch.tensor([[True] * S, [False] * 3 + [True] * (S - 3)])[:, None, None]
+
 HIDDEN = "hide keys by finite numbers, and a row may see no key"
 
 UNBOUNDED: dict[str, tuple[Model, Tensor]] = {
@@ -143,6 +154,10 @@ UNBOUNDED: dict[str, tuple[Model, Tensor]] = {
     ),
     "hidden by a number of its size": (
         attention(lambda s, x: (s + torch.arange(S) * 1e8).masked_fill(future(s), -1e9)),
+        torch.zeros(()),
+    ),
+    "hidden by twice its size": (
+        attention(lambda s, x: s + torch.where(torch.arange(S) % 2 == 0, -5e7, 5e7) + future(s) * -1e8),
         torch.zeros(()),
     ),
     "a row that sees nothing": (
@@ -166,6 +181,56 @@ def test_bias_and_mask_in_one_tensor_are_kept_as_one_where_the_bias_is_not_bound
     assert graphs.conditions(place) == {"mask": "add"}
 
 
+def written_between(s: Tensor) -> Tensor:
+    mask = numbers(s)
+    both = of_distance(s.shape[-1]) + mask
+    mask.zero_()
+    return s + both
+
+
+def written_sum(s: Tensor) -> Tensor:
+    both = of_distance(s.shape[-1]) + numbers(s)
+    both[:, 1:] = 0.0
+    return s + both
+
+
+KEPT_AS_ONE: dict[str, tuple[Model, str]] = {
+    "scaled while it is added": (attention(lambda s, seen: s + torch.add(of_mpt(S), numbers(s), alpha=2)), "add"),
+    "written between": (attention(lambda s, seen: written_between(s)), "both"),
+    "a sum that is written": (attention(lambda s, seen: written_sum(s)), "both"),
+    "masked by a number that hides nothing": (
+        attention(lambda s, seen: s + of_mpt(S).masked_fill(future(s), -1e4)),
+        "masked_fill",
+    ),
+    "masked by a number that hides when it is scaled": (
+        attention(lambda s, seen: (s + of_mpt(S).masked_fill(future(s), -5e7)) * 2),
+        "masked_fill.to(torch.float32).mul(2.0)",
+    ),
+    "masked by a number that hides nothing when it is scaled": (
+        attention(lambda s, seen: (s + of_mpt(S).masked_fill(future(s), -1e9)) * 0.01),
+        "masked_fill.to(torch.float32).mul(0.01)",
+    ),
+    "chosen from two": (attention(lambda s, seen: s + torch.where(future(s), of_distance(S), of_mpt(S))), "where"),
+    "chosen by a method from two": (
+        attention(lambda s, seen: s + of_mpt(S).where(future(s), of_distance(S))),
+        "where",
+    ),
+    "a row that sees nothing": (
+        attention(lambda s, seen: s + of_mpt(S).masked_fill(future(s) | ~seen, LOWEST)),
+        "masked_fill",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_AS_ONE)
+def test_bias_and_mask_in_one_tensor_are_kept_as_one(name: str) -> None:
+    model, mask = KEPT_AS_ONE[name]
+    module, inputs = graphs.captured(model, *qkv(), PADDED)
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert graphs.conditions(place) == {"mask": mask}
+
+
 def test_bias_beside_a_mask_of_infinities_may_be_anything() -> None:
     model = attention(lambda s, bias: s + bias.masked_fill(future(s), -math.inf))
     module, inputs = graphs.captured(model, *qkv(), torch.randn(H, 1, S))
@@ -182,6 +247,7 @@ RAISED: dict[str, Model] = {
     "clamp": attention(lambda s: (s + numbers(s)).clamp(min=-1e9)),
     "clamp_min": attention(lambda s: s.clamp_min(LOWEST) + numbers(s)),
     "beside a bias": attention(lambda s: (s + of_mpt(S)).masked_fill(future(s), LOWEST).clamp(LOWEST)),
+    "and scaled": attention(lambda s: s.masked_fill(future(s), -math.inf).clamp(min=LOWEST) / 8),
 }
 
 
@@ -193,8 +259,6 @@ def test_scores_no_less_than_a_number_that_hides(name: str) -> None:
     assert graphs.arguments(place)["causal"] == "top_left"
 
 
-PADDED = torch.tensor([[True] * S, [False] * 3 + [True] * (S - 3)])[:, None, None]
-
 NOT_RAISED: dict[str, tuple[Model, str]] = {
     "by less": (attention(lambda s, seen: (s + numbers(s)).clamp(min=-100.0)), "stands between the scores"),
     "by a tensor": (attention(lambda s, seen: torch.max(s, seen.float())), "stands between the scores"),
@@ -202,6 +266,22 @@ NOT_RAISED: dict[str, tuple[Model, str]] = {
     "a row that saw nothing": (
         attention(lambda s, seen: s.masked_fill(future(s) | ~seen, -math.inf).clamp(min=LOWEST)),
         "The scores are raised to -3.40282e+38 behind the mask",
+    ),
+    "and scaled to what hides nothing": (
+        attention(lambda s, seen: s.masked_fill(future(s), -math.inf).clamp(min=-1e8) * 1e-8),
+        "'masked_fill' replaces hidden scores by a number that is not low enough",
+    ),
+    "and scaled to what hides nothing, added": (
+        attention(lambda s, seen: (s + numbers(s)).clamp(min=-1e8) * 1e-8),
+        "'add' replaces hidden scores by a number that is not low enough",
+    ),
+    "twice, beside a bias of that size": (
+        attention(
+            lambda s, seen: (
+                (s + torch.arange(1, S + 1) * -1e9).masked_fill(future(s), -math.inf).clamp(min=-1e8).clamp(min=-1e30)
+            )
+        ),
+        HIDDEN,
     ),
     "a mask of data": (
         attention(lambda s, seen: (s + seen.float().log()).clamp(min=LOWEST)),

@@ -81,6 +81,12 @@ def test_data_and_causal_keep_the_whole_mask_and_the_bound() -> None:
     assert found == {"mask": "l_given_0_", "causal": "top_left"}
 
 
+def test_a_sum_of_truths_is_one_mask() -> None:
+    """A key is seen where one of them says so."""
+    found = with_data(lambda q, k, keep: keep + (columns(k) <= rows(q)), torch.rand(B, 1, S, S) > 0.3)
+    assert found == {"mask": "add"}
+
+
 def test_gradient_of_a_bias_is_refused() -> None:
     def model(q: Tensor, bias: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
