@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from compiling import capture
@@ -38,6 +38,8 @@ _INFIX = {
     operator.truediv: "/",
     operator.pow: "**",
     operator.and_: "&",
+    operator.eq: "==",
+    "__eq__": "==",  # as torch 2.11 captures it
     operator.le: "<=",
     operator.gt: ">",
 }
@@ -46,10 +48,12 @@ _SOURCES = frozenset({"linear", "cos", "sin", "polar", "embedding", "layer_norm"
 """Further up than these is the rest of the model."""
 
 
-def change_of(name: str, layer: str, fusions: tuple[str, ...] = NORM_AND_ROTATION) -> str:
-    """The change that the pass makes to `layer` of the zoo's model `name`, as text."""
+def change_of(
+    name: str, layer: str, fusions: tuple[str, ...] = NORM_AND_ROTATION, given: Mapping[str, Any] | None = None
+) -> str:
+    """The change that the pass makes to `layer` of the zoo's model `name`, as text. `given` are inputs beside the zoo's."""
     model, inputs = zoo.build(name)
-    module = capture(model, **inputs)
+    module = capture(model, **inputs, **(given or {}))
     before = fx.Graph()
     before.graph_copy(module.graph, {})
     for copied, original in zip(before.nodes, module.graph.nodes, strict=False):

@@ -4,6 +4,7 @@ snapshot: `graph_change.py`."""
 from __future__ import annotations
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from graph_change import NORM_AND_ROTATION, change_of
 
@@ -62,7 +63,7 @@ def test_qwen3_with_attention() -> None:
   q_indices = (arange(24, device=device(type='cpu')) + 0)[None, None, :, None]
   kv_indices = (arange(24, device=device(type='cpu')) + 0)[None, None, None, :]
   le = expand_1[batch_indices, kv_indices] <= expand_1[batch_indices, q_indices]
-  eq = eq(packed_sequence_mask[batch_indices, q_indices], packed_sequence_mask[batch_indices, kv_indices])
+  eq = packed_sequence_mask[batch_indices, q_indices] == packed_sequence_mask[batch_indices, kv_indices]
   result_2 = (q_indices.new_ones((), dtype=torch.bool) & le.to(device(type='cpu'))) &
       eq.to(device(type='cpu'))
   attention_mask = result_2.expand(2, -1, 24, 24)
@@ -107,8 +108,10 @@ def test_qwen3_with_attention() -> None:
 
 
 def test_qwen3_vl() -> None:
+    """With a mask that is given: whether transformers makes one depends on the version of torch."""
+    causal = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
     assert_expected_inline(
-        change_of("qwen3_vl", "layers.0.self_attn"),
+        change_of("qwen3_vl", "layers.0.self_attn", given={"attention_mask": causal}),
         """\
   cos = freqs.cos()
   cos_1 = cos * 1.0
@@ -140,8 +143,9 @@ def test_qwen3_vl() -> None:
 - q_embed = (query_states * cos_4) + (cat((-query_states[..., 8:], query_states[..., :8]), dim=-1) *
 -     sin_4)
 - k_embed = (key_states * cos_4) + (cat((-key_states[..., 8:], key_states[..., :8]), dim=-1) * sin_4)
-  attn_output = scaled_dot_product_attention(q_embed, k_embed, value_states, attn_mask=None,
-      dropout_p=0.0, scale=0.25, is_causal=True, enable_gqa=True)
+  getitem_11 = k_embed[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(q_embed, key, value, attn_mask=l_kwargs_attention_mask,
+      dropout_p=0.0, scale=0.25, is_causal=False)
 
 + qk_norm_rope_default = qk_norm_rope.default(q=view, k=view_1, cos=cos_4.select(1, 0).narrow(2, 0, 8),
 +     sin=sin_4.select(1, 0).narrow(2, 0, 8), q_weight=q_norm.weight, k_weight=k_norm.weight, norm='rms',
@@ -150,8 +154,9 @@ def test_qwen3_vl() -> None:
 +     backend='reference')
 + transpose_4 = qk_norm_rope_default[0].transpose(1, 2)
 + transpose_5 = qk_norm_rope_default[1].transpose(1, 2)
-  attn_output = scaled_dot_product_attention(transpose_4, transpose_5, value_states, attn_mask=None,
-      dropout_p=0.0, scale=0.25, is_causal=True, enable_gqa=True)""",
+  getitem_11 = transpose_5[:, :, None, :, :]
+  attn_output = scaled_dot_product_attention(transpose_4, key, value, attn_mask=l_kwargs_attention_mask,
+      dropout_p=0.0, scale=0.25, is_causal=False)""",
     )
 
 
