@@ -23,7 +23,7 @@ from torch import fx
 
 from fusion_pass import FusionConfig, identity, pipeline, recognise, zoo
 from fusion_pass.extensions import patterns
-from fusion_pass.patterns.norm_rope import NormRope
+from fusion_pass.patterns.norm_rope.pattern import NormRope
 
 RUNS = 21
 

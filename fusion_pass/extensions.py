@@ -25,8 +25,8 @@ from fusion_pass.patterns.base import Pattern
 ENTRY_POINT_GROUP = "fusion_pass.patterns"
 
 BUILT_IN = (
-    ("fusion_pass.patterns.norm_rope", "NormRope"),
-    ("fusion_pass.patterns.attention", "AttentionPattern"),
+    ("fusion_pass.patterns.norm_rope.pattern", "NormRope"),
+    ("fusion_pass.patterns.attention.pattern", "AttentionPattern"),
 )
 """Module and class of the patterns that come with the pass."""
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from training_steps import assert_no_worse, eager_steps, exact_step, step
 
 from fusion_pass import zoo
-from fusion_pass.patterns.unrotated import NOT_ROTATED
+from fusion_pass.patterns.norm_rope.unrotated import NOT_ROTATED
 from fusion_pass.report import Report, merged
 from fusion_pass.zoo.oracle import float64_call
 

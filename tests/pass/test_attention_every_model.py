@@ -2,8 +2,8 @@
 attention fused, loss and all gradients no worse than eager's own error against float64.
 
 Through SDPA, which the models take by themselves where they can, it is a case of `test_every_model.py`
-(`WITH_ATTENTION`). What each mask becomes is asserted in `tests/patterns/test_attention_models.py`; here are the
-numbers.
+(`WITH_ATTENTION`). What each mask becomes is asserted in
+`tests/patterns/attention/test_attention_models.py`; here are the numbers.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -96,8 +97,11 @@ def test_the_digest_covers_pass_patterns_and_kernels(monkeypatch: pytest.MonkeyP
     seen: list[Path] = []
     monkeypatch.setattr(identity, "sources_digest", lambda roots: seen.extend(roots) or b"")
     identity._code_digest.__wrapped__(())
-    files = {file.name for root in seen for file in root.rglob("*.py")}
-    assert {"plan.py", "site.py", "base.py", "registry.py"} <= files
+    files = {str(file) for root in seen for file in root.rglob("*.py")}
+    for module in ("plan", "graph.site", "patterns.base", "patterns.attention.written_out.scores", "kernels.cuda"):
+        spec = importlib.util.find_spec(f"fusion_pass.{module}")
+        assert spec is not None
+        assert spec.origin in files
 
 
 @pytest.mark.parametrize("hook", [False, True])

@@ -17,7 +17,8 @@ from fusion_pass.extensions import patterns
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.repeats import Repeats
 from fusion_pass.graph.site import Refusal, Site
-from fusion_pass.patterns import attention, norm_rope
+from fusion_pass.patterns.attention import pattern as attention
+from fusion_pass.patterns.norm_rope import pattern as norm_rope
 
 
 def captured(name: str, layers: int) -> fx.GraphModule:

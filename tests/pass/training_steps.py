@@ -27,7 +27,7 @@ is allowed in float32.
 """
 
 NORM_AND_ROTATION = ("qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope")
-"""The fusions of these tests. `tests/patterns/test_attention_pass.py` has attention beside them."""
+"""The fusions of these tests. `test_attention.py` has attention beside them."""
 
 
 def terms_of(output: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import fusion_pass.kernels  # noqa: F401
 from fusion_pass.graph.site import Operand, Refusal, Site, Step
 from fusion_pass.graph.vocabulary import fake_tensor
-from fusion_pass.patterns.attention import AttentionPattern
+from fusion_pass.patterns.attention.pattern import AttentionPattern
 
 Captured = tuple[fx.GraphModule, list[Any]]
 

@@ -15,7 +15,7 @@ from torch import fx
 
 import fusion_pass.kernels  # registers the operators  # noqa: F401
 from fusion_pass.graph.site import Operand, Refusal, Site, Step
-from fusion_pass.patterns.norm_rope import NormRope
+from fusion_pass.patterns.norm_rope.pattern import NormRope
 
 TOLERANCE = 1e-10
 

@@ -1,0 +1,7 @@
+"""Attention, whose mask `masks/` reads.
+
+pattern.py               where it begins: an attention becomes a site
+sdpa.py, written_out/    what is read: a call of SDPA; products and a softmax
+heads.py, result.py      q, k, v as far upstream, and the result as far downstream, as is exact
+facts.py, repeats.py     what is said of one attention; equal layers
+"""
