@@ -45,8 +45,7 @@ def find_documents(reading: MaskReading, facts: Mapping[Formula, Formula]) -> Do
             ids = find(reading, equality)
             if ids is not None:
                 q, k = ids
-                same = q == k and reading.frame.queries == reading.frame.keys
-                return Documents(q, None if same else k, equality)
+                return Documents(q, None if q == k else k, equality)
     return None
 
 
@@ -56,19 +55,18 @@ def within_documents(reader: IndexReader, conditions: frozenset[Formula]) -> dic
     facts: dict[Formula, Formula] = {}
     for condition in conditions:
         fact = condition
-        for later, earlier, distance in rules:
+        for entry, other, distance in rules:
             if isinstance(fact, AtMostZero):
-                coefficient = dict(fact.linear.terms).get(later, 0)
-                if coefficient and dict(fact.linear.terms).get(earlier, 0) == -coefficient:
-                    difference = terms.plus(terms.atom(later), terms.atom(earlier), -1)
-                    replaced = terms.plus(terms.plus(fact.linear, difference, -coefficient), distance, coefficient)
-                    fact = terms.at_most_zero(replaced)
+                coefficient = dict(fact.linear.terms).get(entry, 0)
+                same = terms.plus(terms.atom(other), distance)
+                replaced = terms.plus(fact.linear, terms.plus(same, terms.atom(entry), -1), coefficient)
+                fact = terms.at_most_zero(replaced)
         facts[condition] = fact
     return facts
 
 
 def _same_run(reader: IndexReader, linear: Linear) -> Iterator[tuple[Entry, Entry, Linear]]:
-    """(x, y, d) with `x - y == d` wherever the segment ids of `linear == 0` are equal."""
+    """(x, y, d) with `x == y + d` wherever the segment ids of `linear == 0` are equal."""
     sides = _two_entries(linear)
     if sides is None:
         return
@@ -83,9 +81,7 @@ def _same_run(reader: IndexReader, linear: Linear) -> Iterator[tuple[Entry, Entr
     places_a, places_b = ({rank - d: place for d, place in enumerate(entry.index)} for entry in (a, b))
     ((x, _),) = cast(Linear, terms.at(terms.atom(run.entry), places_a)).terms
     ((y, _),) = cast(Linear, terms.at(terms.atom(run.entry), places_b)).terms
-    distance = terms.times(terms.plus(a.index[dim], b.index[dim], -1), run.step)
-    yield cast(Entry, x), cast(Entry, y), distance
-    yield cast(Entry, y), cast(Entry, x), terms.times(distance, -1)
+    yield cast(Entry, x), cast(Entry, y), terms.times(terms.plus(a.index[dim], b.index[dim], -1), run.step)
 
 
 def _two_entries(linear: Linear) -> tuple[Entry, Entry] | None:
@@ -110,16 +106,16 @@ def _looked_up_ids(reading: MaskReading, equality: IsZero) -> tuple[Operand, Ope
 
 def _entries(reading: MaskReading, entry: Entry, token: int) -> Operand | None:
     """`[batch or 1, tokens]` of `entry`, if it is `tensor[b, token]` up to constants."""
-    tensor, frame = fake_tensor(entry.node), reading.frame
-    if tensor is None or reading.reader.effects.last_write(entry.node, reading.anchor) is not entry.version:
+    frame = reading.frame
+    if reading.reader.effects.last_write(entry.node, reading.anchor) is not entry.version:
         return None
     steps: list[Step] = []
     kept: list[int] = []
-    for length, place in zip(sizes(tensor), entry.index, strict=True):
+    for length, place in zip(sizes(cast(torch.Tensor, fake_tensor(entry.node))), entry.index, strict=True):
         number = next((n for n in (token, frame.batch_axis) if place == terms.axis(n)), None)
         if number is not None and length == frame.extent[number]:
             kept.append(number)
-        elif place == terms.constant(0) and length == 1 and not kept:
+        elif length == 1 and not kept:
             kept.append(frame.batch_axis)
         elif not place.terms and isinstance(place.constant, int):
             steps.append(Step("select", (len(kept), place.constant)))
@@ -159,6 +155,6 @@ def _column(reading: MaskReading, node: object, token: int) -> Operand | None:
             steps.append(Step("select", (len(kept), 0)))
         else:
             return None
-    if not kept or kept[-1] != token or shape[len(shape) - token] != frame.extent[token]:
+    if not kept or shape[len(shape) - token] != frame.extent[token]:
         return None
     return Operand(node, (*steps, Step("unsqueeze", (0,))) if kept == [token] else tuple(steps))

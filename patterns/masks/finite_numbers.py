@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -36,16 +35,13 @@ def hides_by_numbers(reading: MaskReading, mask: MaskTerm, *, is_data: bool) -> 
 
 def are_small(reading: MaskReading, data: Sequence[MaskTerm], known: Iterable[MaskTerm]) -> bool:
     """Whether the numbers of each mask of `data` are too small to bring back a key that `known` masks hide by one."""
-    if not data:
-        return True
     ranges = Ranges(reading.reader.effects)
     hidden = [-max(number, mask.raised) for mask in known for number in _hiding(reading, mask)]
     for mask in data:
         found = ranges.of(mask.node) if mask.meaning is Meaning.ADDED else None
         largest = math.inf if found is None else max(map(abs, found)) * mask.factor
-        raised = [-mask.raised] if math.isfinite(mask.raised) else []
         # The bias may lower the key that is seen and lift the one that is hidden: half of the number is between them.
-        if not largest <= min([*hidden, *raised], default=math.inf) / 4:
+        if not largest <= min([*hidden, -mask.raised]) / 4:
             return False
     return True
 
@@ -95,7 +91,7 @@ def as_numbers(reading: MaskReading) -> Operand:
             f"The mask {mask.node.name!r} replaces scores by a finite number, and a row may see no key: it has no "
             "gradient then, and that of a mask that is added has one."
         )
-    operand = whole(reading, replace(mask, factor=1.0))
+    operand = whole(reading, mask)
     hidden = () if mask.meaning is Meaning.HIDDEN else (Step("logical_not"),)
     axes = tuple(step for step in operand.steps if step.method != "logical_not")
     # Any number that no score changes: a replaced score has the same part in its row as every other one.

@@ -78,9 +78,9 @@ class Frame:
         first, second = cast("tuple[int, int]", self.grouped)
         return {**extent, 3: second, 4: first, 5: self.batch}
 
-    def takes(self, shape: Sequence[Size], rank: int | None = None) -> bool:
-        """Whether a mask of this shape broadcasts to the scores of `rank` axes, by default their own."""
-        extent = self.extent if rank is None else self.extent_at(rank)
+    def takes(self, shape: Sequence[Size]) -> bool:
+        """Whether a mask of this shape broadcasts to the scores."""
+        extent = self.extent
         return len(shape) <= len(extent) and all(n in (1, extent[len(shape) - d]) for d, n in enumerate(shape))
 
     def __str__(self) -> str:

@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_pass.graph.vocabulary import fake_tensor, sizes
 from fusion_pass.kernels.attention_problem import mask_floor
@@ -48,7 +47,7 @@ class MaskReading:
                 f"The mask {node.name!r} holds {tensor.dtype} and is added to the scores; what is added has to be "
                 "floating-point numbers."
             )
-        if not self.frame.takes(shape, self.rank(mask)) and not self._was_added(mask, tensor):
+        if not self.frame.takes(shape) and not self._was_added(mask):
             raise MaskRefused(
                 f"The mask {node.name!r} has shape {list(shape)}, which does not broadcast to the scores, {self.frame}."
             )
@@ -95,8 +94,7 @@ class MaskReading:
     @property
     def wants_gradient(self) -> bool:
         """Whether the attention is differentiated."""
-        result = fake_tensor(self.anchor)
-        return result is None or result.requires_grad
+        return cast(torch.Tensor, fake_tensor(self.anchor)).requires_grad
 
     def _formula(self, node: fx.Node, reader: fx.Node, meaning: Meaning, factor: float, rank: int) -> Formula | None:
         element = self.reader.read(node, reader)
@@ -111,26 +109,21 @@ class MaskReading:
             formula = _of_every_head(within(formula, self.frame.extent_at(rank)), rank)
         return None if formula is None else within(formula, self.frame.extent)
 
-    def _was_added(self, mask: MaskTerm, tensor: torch.Tensor) -> bool:
-        """Whether the graph itself has joined `tensor` to scores of the full shape, and guards what that needs."""
+    def _was_added(self, mask: MaskTerm) -> bool:
+        """Whether the graph itself has joined `mask` to the scores and has given them no other shape."""
         scores, rank = fake_tensor(mask.reader), self.rank(mask)
         extent = self.frame.extent_at(rank)
-        if scores is None or sizes(scores) != tuple(extent[rank - axis] for axis in range(rank)):
-            return False
-        pairs = zip(reversed(tensor.shape), reversed(scores.shape), strict=False)
-        return tensor.dim() <= rank and all(
-            statically_known_true(m == n) or statically_known_true(m == 1) for m, n in pairs
-        )
+        return scores is not None and sizes(scores) == tuple(extent[rank - axis] for axis in range(rank))
 
 
 def _of_every_head(formula: Formula, rank: int) -> Formula | None:
     """A formula for scores of `rank` axes as one for their own; None if it speaks of heads, or of an axis that holds
     the batch with them.
     """
-    inner = range(3, rank) if rank > 4 else (3,)
-    if any(terms.at(formula, {axis: terms.constant(place)}) != formula for axis in inner for place in (0, 1)):
+    heads = range(3, max(rank, 4))
+    if terms.at(formula, dict.fromkeys(heads, terms.constant(0))) != formula:
         return None
-    return cast(Formula, terms.at(formula, {rank: terms.axis(4)})) if rank > 4 else formula
+    return cast(Formula, terms.at(formula, {rank: terms.axis(4)}))
 
 
 def visible(element: Element, dtype: torch.dtype, factor: float) -> Formula | None:

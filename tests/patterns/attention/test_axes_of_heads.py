@@ -227,6 +227,89 @@ def test_mask_for_two_axes_of_heads(name: str) -> None:
     assert graphs.conditions(place) == {"mask": expected}
 
 
+IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [5, 5, 3, 3, 3, 3, 3]])
+
+
+def test_documents_for_two_axes_of_heads() -> None:
+    change: Model = lambda s, ids: s.masked_fill(ids[:, None, None, :, None] != ids[:, None, None, None], -torch.inf)  # noqa: E731
+    module, inputs = graphs.captured(by_einsum(change), *qkv(), IDS)
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert graphs.conditions(place) == {"q_segment_ids": "l_others_0_"}
+
+
+OF_ONE_AXIS: dict[str, Model] = {
+    "documents of the first": lambda s, ids: ids[:, None, :, None] != ids[:, None, None],
+    "documents of the second": lambda s, ids: (ids[:1] + torch.arange(G)[:, None])[..., None] != ids[:1, None],
+    "the first": lambda s, ids: future(S) & (torch.arange(K)[:, None, None, None] > 0),
+    "the second": lambda s, ids: future(S) & (torch.arange(G)[:, None, None] > 0),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_AXIS)
+def test_condition_along_one_of_two_axes_of_heads(name: str) -> None:
+    """As many key heads as batches."""
+    change: Model = lambda s, ids: s.masked_fill(OF_ONE_AXIS[name](s, ids), -torch.inf)  # noqa: E731
+    module, _ = graphs.captured(by_einsum(change), *qkv(), IDS)
+    assert "varies along one of two axes of heads" in graphs.refusal(module)
+
+
+@pytest.mark.parametrize(("first", "found"), [(0, {"causal"}), (1, {"mask"}), (H, {"mask"})])
+def test_condition_along_one_axis_of_batch_and_heads(first: int, found: set[str]) -> None:
+    """Causal in all but the first of them."""
+    hidden: Model = lambda s: future(S) & (torch.arange(B * H)[:, None, None] >= first)  # noqa: E731
+    model = viewed(lambda s: s.masked_fill(hidden(s), -torch.inf).view(-1, H, S, S))
+    module, inputs = graphs.captured(model, *qkv(H))
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert graphs.conditions(place).keys() == found
+
+
+def test_condition_along_batch_and_heads_that_may_hide_a_whole_row() -> None:
+    """By a finite number, as causality does: neither is left out for the other."""
+    first: Model = lambda s: (torch.arange(B * H)[:, None, None] >= H) & (torch.arange(S) == 0)  # noqa: E731
+    model = viewed(lambda s: causal(s.masked_fill(first(s), LOWEST)).view(-1, H, S, S))
+    assert "a row may see no key" in graphs.refusal(graphs.captured(model, *qkv(H))[0])
+
+
+NOT_SQUARE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, str]]] = {
+    "keys behind all queries": (lambda i, j: j <= S + 1, {"mask": "le"}),
+    "what every query sees": (lambda i, j: (i < S) & (j <= i), {"causal": "top_left"}),
+    "what every key is": (lambda i, j: (j < S + 4) & (j <= i), {"causal": "top_left"}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SQUARE)
+def test_one_axis_of_batch_and_heads_of_more_keys(name: str) -> None:
+    seen, expected = NOT_SQUARE[name]
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)
+        hidden = ~seen(torch.arange(S)[:, None], torch.arange(S + 4)[None, :])
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.bmm(weights, v.flatten(0, 1)).view(B, H, S, D)
+
+    module, inputs = graphs.captured(model, torch.randn(B, H, S, D), *torch.randn(2, B, H, S + 4, D))
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert graphs.conditions(place) == expected
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_one_head_without_an_axis(documents: bool) -> None:
+    """Masked where the scores have one."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        scores = (q @ k.mT).view(B, 1, S, S)
+        hidden = ids[:, None, :, None] != ids[:, None, None] if documents else future(S)
+        return scores.masked_fill(hidden, -torch.inf).view(B, S, S).softmax(-1) @ v
+
+    module, inputs = graphs.captured(model, *torch.randn(3, B, S, D), IDS)
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert graphs.conditions(place) == ({"q_segment_ids": "l_ids_"} if documents else {"causal": "top_left"})
+
+
 @pytest.mark.parametrize("shape", [(1, K, 1, S, S), (1, 1, G, S, S), (G, S, S)], ids=["first", "second", "three axes"])
 def test_mask_along_one_of_two_axes_of_heads(shape: tuple[int, ...]) -> None:
     module, _ = graphs.captured(by_einsum(lambda s, bias: s + bias), *qkv(), torch.randn(shape))

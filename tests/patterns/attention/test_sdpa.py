@@ -238,16 +238,19 @@ def test_mask_that_carries_no_shape() -> None:
     assert graphs.refusal(module) == f"The shape of the mask {mask.name!r} is not known."
 
 
-@pytest.mark.parametrize("shape", [(2, 1, S, S), (1, 3, S, S)], ids=("batches", "heads"))
-def test_mask_of_more_than_the_scores(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("head_dim", [8, S])
+@pytest.mark.parametrize("shape", [(2, 1, S, S), (1, 3, S, S), (2, S, S)], ids=("batches", "heads", "three axes"))
+def test_mask_of_more_than_the_scores(shape: tuple[int, ...], head_dim: int) -> None:
     """torch.export takes it; the result has the mask's batches, or heads."""
 
     class Model(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
             return sdpa(q, k, v, mask)
 
-    exported = torch.export.export(Model(), (*(torch.randn(1, 1, S, 8) for _ in range(3)), torch.randn(shape)))
-    reason = f"The mask 'mask' has shape {list(shape)}, which does not broadcast to the scores, [1, 1, {S}, {S}]."
+    scores = [1, 1, S, S][-len(shape) :]
+    qkv = (torch.randn(*scores[:-1], head_dim) for _ in range(3))
+    exported = torch.export.export(Model(), (*qkv, torch.randn(shape)))
+    reason = f"The mask 'mask' has shape {list(shape)}, which does not broadcast to the scores, {scores}."
     assert graphs.refusal(exported.graph_module) == reason
 
 

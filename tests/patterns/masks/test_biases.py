@@ -60,6 +60,16 @@ def of_distance(tokens: int) -> Tensor:
     return -(place[None, :] - place[:, None]).abs() * slopes()[:, None, None]
 
 
+def lifted(number: float) -> Tensor:
+    """Every other key by `number`, and the others lowered by it."""
+    return torch.where(torch.arange(S) % 2 == 0, -number, number)
+
+
+def past(scores: Tensor) -> Tensor:
+    """What lies more than two keys back."""
+    return torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-3)
+
+
 def attention(change: Callable[..., Tensor]) -> Model:
     def model(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
         return change((q @ k.mT) * 0.25, *others).softmax(-1) @ v
@@ -90,10 +100,12 @@ BOUNDED: dict[str, tuple[Model, dict[str, Any]]] = {
         attention(lambda s: (s + of_mpt(s.shape[-1]).masked_fill(future(s), -2e8)) * 0.5),
         {},
     ),
+    "a quarter of the number that hides": (
+        attention(lambda s: s + lifted(2.5e7) + torch.where(future(s), -1e8, 0.0)),
+        {},
+    ),
     "in a window": (
-        attention(
-            lambda s: (s + of_mpt(s.shape[-1])).masked_fill(future(s) | torch.ones_like(future(s)).tril(-3), LOWEST)
-        ),
+        attention(lambda s: (s + of_mpt(s.shape[-1])).masked_fill(future(s) | past(s), LOWEST)),
         {"window_left": 2},
     ),
 }
@@ -157,7 +169,27 @@ UNBOUNDED: dict[str, tuple[Model, Tensor]] = {
         torch.zeros(()),
     ),
     "hidden by twice its size": (
-        attention(lambda s, x: s + torch.where(torch.arange(S) % 2 == 0, -5e7, 5e7) + future(s) * -1e8),
+        attention(lambda s, x: s + lifted(5e7) + torch.where(future(s), -1e8, 0.0)),
+        torch.zeros(()),
+    ),
+    "hidden by three times its size": (
+        attention(lambda s, x: s + lifted(3.4e7) + torch.where(future(s), -1e8, 0.0)),
+        torch.zeros(()),
+    ),
+    "hidden by two numbers": (
+        attention(lambda s, x: (s + lifted(1e8)).masked_fill(future(s), LOWEST).masked_fill(past(s), -1e8)),
+        torch.zeros(()),
+    ),
+    "hidden by a number that is scaled to its size": (
+        attention(lambda s, x: s.masked_fill(future(s), -1e9) * 0.01 + lifted(1e7)),
+        torch.zeros(()),
+    ),
+    "hidden by an added number that is scaled to its size": (
+        attention(lambda s, x: (s + torch.where(future(s), -1e10, 0.0)) * 0.01 + lifted(1e8)),
+        torch.zeros(()),
+    ),
+    "scaled to the size of the number that hides": (
+        attention(lambda s, x: ((s + lifted(1e7)) * 100).masked_fill(future(s), -1e9)),
         torch.zeros(()),
     ),
     "a row that sees nothing": (
@@ -237,6 +269,17 @@ def test_bias_beside_a_mask_of_infinities_may_be_anything() -> None:
     (place,) = graphs.check(module, inputs)
     assert isinstance(place, graphs.Site), place.reason
     assert graphs.conditions(place) == {"mask": "l_others_0_", "causal": "top_left"}
+
+
+def test_small_numbers_beside_a_row_that_sees_no_key() -> None:
+    """They hide nothing, and are added as they are."""
+    last: Model = lambda s: torch.ones(s.shape[-2:], dtype=torch.bool).triu(-1)  # noqa: E731
+    model = attention(lambda s: s.masked_fill(last(s), -math.inf) + torch.where(past(s), -1e4, 0.0))
+    q, k, v = qkv()
+    module, inputs = graphs.captured(model, q, k[:, :, 2:], v[:, :, 2:])
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert graphs.conditions(place) == {"mask": "where", "causal": "bottom_right"}
 
 
 # --- scores that are no less than a number ----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mask_calls import PADDING, POSITIONS, SEGMENTS, H, S, columns, proved, rows, with_data
+from mask_calls import PADDING, POSITIONS, SEGMENTS, B, H, S, columns, proved, rows, with_data
 from torch import Tensor, fx
 
 from fusion_pass.graph.vocabulary import operation
@@ -36,6 +36,14 @@ def test_chunks_whose_numbers_are_overwritten_are_a_mask() -> None:
         return seen
 
     assert "q_segment_ids" not in proved(mask)
+
+
+def test_chunks_of_all_keys() -> None:
+    found = proved(lambda q, k: columns(k) // 64 == rows(q) // 4)
+    assert found == {
+        "q_segment_ids": "floordiv_1.select(1, 0).unsqueeze(0)",
+        "k_segment_ids": "floordiv.select(0, 0).unsqueeze(0)",
+    }
 
 
 def test_one_chunk_is_no_segment() -> None:
@@ -108,9 +116,95 @@ RELATED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], set[str]]] = {
     "a sum": (lambda q, k: q + k == 2, {"mask"}),
     "no sum": (lambda q, k: q + k == 0, {"mask"}),
     "opposite": (lambda q, k: q == -k, {"q_segment_ids", "k_segment_ids"}),
+    "a position": (lambda q, k: q == torch.arange(S), {"q_segment_ids", "k_segment_ids"}),
+    "a position, a difference": (lambda q, k: q - torch.arange(S) == 0, {"mask"}),
+    "a chunk, a difference": (lambda q, k: q - torch.arange(S) // 4 == 0, {"mask"}),
+    "a number": (lambda q, k: q == torch.full((), 1), {"mask"}),
+    "numbers of both": (lambda q, k: q == k * torch.arange(S)[:, None], {"mask"}),
+    "numbers of both, the other way": (lambda q, k: q * torch.arange(S) == k, {"mask"}),
+    "truth": (lambda q, k: q.bool() == k.bool(), {"mask"}),
+    "truth and number": (lambda q, k: q.bool() == k, {"mask"}),
+    "in floating point": (lambda q, k: q.float() == k, {"mask"}),
+    "of the first token": (lambda q, k: q[:, :, :1] == k, {"mask"}),
+    "of the first token, a difference": (lambda q, k: q[:, :, :1] - k == 0, {"mask"}),
+    "to the first token": (lambda q, k: q == k[..., :1], {"mask"}),
+    "to the first token, a difference": (lambda q, k: q - k[..., :1] == 0, {"mask"}),
     "of the first row": (lambda q, k: q[:1] == k, {"q_segment_ids", "k_segment_ids"}),
     "of the first row, a difference": (lambda q, k: q[:1] - k == 0, {"q_segment_ids", "k_segment_ids"}),
 }
+
+
+def no_difference(a: Tensor, b: Tensor) -> Tensor:
+    """`[B, 1, Sq, Sk]` of `[B, Sq]` and `[B, Sk]`, by no comparison of the two."""
+    return (a[:, None, :, None] - b[:, None, None, :]) == 0
+
+
+LONGER = torch.cat([SEGMENTS, SEGMENTS[:, -1:]], 1)
+
+SHAPES: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, dict[str, str]]] = {
+    "one row for all": (lambda ids: no_difference(ids, ids), SEGMENTS[:1], {"q_segment_ids": "l_given_0_"}),
+    "an axis between": (
+        lambda ids: (ids[:, :, :, None] - ids[:, :, None, :]) == 0,
+        SEGMENTS[:, None],
+        {"q_segment_ids": "l_given_0_.select(1, 0)"},
+    ),
+    "the second of two": (
+        lambda ids: no_difference(ids[:, 1], ids[:, 1]),
+        torch.stack([SEGMENTS % 2, SEGMENTS], 1),
+        {"q_segment_ids": "l_given_0_.select(1, 1)"},
+    ),
+    "tokens first": (lambda ids: no_difference(ids.T, ids.T), SEGMENTS.T, {"mask": "eq"}),
+    "the first of more": (lambda ids: no_difference(ids[:, :S], ids[:, :S]), LONGER, {"mask": "eq"}),
+    "keys that are the first of more": (
+        lambda ids: no_difference(torch.zeros(B, S, dtype=torch.long).copy_(ids[:, 1:]), ids[:, :S]),
+        LONGER,
+        {"mask": "eq"},
+    ),
+    "queries that are the first of more": (
+        lambda ids: no_difference(ids[:, :S], torch.zeros(B, S, dtype=torch.long).copy_(ids[:, 1:])),
+        LONGER,
+        {"mask": "eq"},
+    ),
+    "a part of a longer mask": (lambda ids: same(ids)[..., :S, :S], LONGER, {"mask": "getitem_3"}),
+    "a part of a larger batch": (lambda ids: same(ids)[:B], torch.cat([SEGMENTS, SEGMENTS]), {"mask": "getitem_3"}),
+    "chunks of one row": (
+        lambda ids: (torch.arange(S)[None, None, :, None] // 4) == (torch.arange(S)[None, None, None, :] // 4),
+        SEGMENTS,
+        {
+            "q_segment_ids": "floordiv.select(1, 0).select(2, 0)",
+            "k_segment_ids": "floordiv_1.select(1, 0).select(1, 0)",
+        },
+    ),
+    "chunks, compared by name": (
+        lambda ids: torch.eq(torch.arange(S)[:, None] // 4, other=torch.arange(S) // 4),
+        SEGMENTS,
+        {"mask": "eq"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_documents_by_their_shape(name: str) -> None:
+    mask, ids, expected = SHAPES[name]
+    assert with_data(lambda q, k, ids: mask(ids), ids) == expected
+
+
+def test_positions_in_documents_of_another_kind() -> None:
+    """`[B, 2, S]`: only the kind of the positions differs."""
+
+    def mask(q: Tensor, k: Tensor, data: Tensor) -> Tensor:
+        ids = packed(data.flatten(0, 1)).view(data.shape)
+        return no_difference(ids[:, 0], ids[:, 1]) & (data[:, None, 1, None, :] <= data[:, None, 0, :, None])
+
+    assert "causal" not in with_data(mask, torch.stack([POSITIONS, POSITIONS.flip(0)], 1))
+
+
+def test_positions_with_tokens_first() -> None:
+    def mask(q: Tensor, k: Tensor, data: Tensor) -> Tensor:
+        ids = (torch.diff(data, prepend=data[:1] - 1, dim=0) != 1).cumsum(0).T
+        return no_difference(ids, ids) & (data.T[:, None, None, :] <= data.T[:, None, :, None])
+
+    assert set(with_data(mask, POSITIONS.T.contiguous())) == {"causal", "mask"}
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -149,6 +243,16 @@ def test_positions_within_a_document_are_distances() -> None:
 
     expected = {"q_segment_ids": "cumsum", "causal": "top_left", "window_left": 2}
     assert with_data(mask, POSITIONS) == expected == with_data(mask, POSITIONS, dynamic=True)
+
+
+def test_what_their_documents_say_of_positions_is_no_mask() -> None:
+    """`position - token` is the same all over a document."""
+
+    def mask(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
+        first = torch.arange(S) - positions
+        return same(packed(positions)) & (first[:, None, None, :] <= first[:, None, :, None])
+
+    assert with_data(mask, POSITIONS) == {"q_segment_ids": "cumsum"}
 
 
 def test_positions_without_their_documents_are_data() -> None:

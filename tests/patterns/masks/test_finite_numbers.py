@@ -6,7 +6,7 @@ import attention_graphs as graphs
 import pytest
 import torch
 from torch import Tensor
-from written_attention import LOWEST, B, Model, fused, hidden, qkv, refused
+from written_attention import LOWEST, B, Model, S, fused, hidden, qkv, refused
 
 
 def blind(k: Tensor) -> Tensor:
@@ -53,6 +53,40 @@ def test_a_row_of_hidden_keys_keeps_the_numbers_it_was_given(name: str) -> None:
     found = fused(model, *qkv())
     names = {"hidden": "getitem_2", "seen": "invert", "number": "masked_fill", "where": "where"}
     assert found == {"scale": 1.0, "mask": mask.format(**names)}
+
+
+@pytest.mark.parametrize(
+    ("number", "factor", "hides"), [(-1e8, 1.0, True), (-2e8, 0.5, True), (-5e7, 2.0, False), (-1e9, 0.05, False)]
+)
+def test_number_that_hides_before_and_after_it_is_scaled(number: float, factor: float, hides: bool) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        return ((scores + torch.where(hidden(scores), number, 0.0)) * factor).softmax(-1) @ v
+
+    assert ("mask" not in fused(model, *qkv())) == hides
+
+
+CHOSEN: dict[str, Model] = {
+    "else data": lambda s, bias: torch.where(hidden(s), bias, 0.0),
+    "or data": lambda s, bias: torch.where(hidden(s), 0.0, bias),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_zero_or_data_is_data(name: str) -> None:
+    model: Model = lambda q, k, v, bias: (q @ k.mT + CHOSEN[name](q @ k.mT, bias)).softmax(-1) @ v  # noqa: E731
+    assert fused(model, *qkv(), torch.randn(S)) == {"scale": 1.0, "mask": "where"}
+
+
+def test_numbers_of_that_size_which_hide_nothing() -> None:
+    """A key that is seen may have them."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        odd = torch.arange(S) % 2 == 1
+        return (scores + torch.where(odd, -9e7, 0.0) + torch.where(hidden(scores), -1e8, 0.0)).softmax(-1) @ v
+
+    assert "hide keys by finite numbers, and a row may see no key" in refused(model, *qkv())
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -59,6 +59,9 @@ def test_rows_that_see_a_key_need_no_numbers() -> None:
     assert proved(window) == {"causal": "top_left", "window_left": 2}
     last = lambda q, k: additive(columns(k) <= rows(q) + k.shape[2] - q.shape[2])  # noqa: E731
     assert proved(last, keys=S + 4) == {"causal": "bottom_right"}
+    assert proved(window, keys=S + 4) == {"causal": "top_left", "window_left": 2}
+    both = lambda q, k: last(q, k) + additive(columns(k) > rows(q) + k.shape[2] - q.shape[2] - 3)  # noqa: E731
+    assert proved(both, keys=S + 4) == {"causal": "bottom_right", "window_left": 2}
     assert proved(lambda q, k: additive((columns(k) < 1) & (rows(q) >= 0)))["mask"]
     # More queries than keys: the last row of this window, and the first of the shifted diagonal, see nothing.
     assert set(proved(window, queries=S + 4)) == {"mask"}
@@ -79,6 +82,25 @@ def test_data_and_causal_keep_the_whole_mask_and_the_bound() -> None:
     keep = torch.rand(B, 1, S, S) > 0.3
     found = with_data(lambda q, k, keep: keep & (columns(k) <= rows(q)), keep)
     assert found == {"mask": "l_given_0_", "causal": "top_left"}
+
+
+def test_a_mask_of_each_head_beside_causality() -> None:
+    heads = torch.tensor([True, False])[:, None, None]
+    found = with_data(lambda q, k, heads: (columns(k) <= rows(q)) & heads, heads)
+    assert found == {"mask": "l_given_0_", "causal": "top_left"}
+
+
+def test_padding_whose_truths_are_overwritten() -> None:
+    """What is left of them are the numbers."""
+
+    def mask(q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
+        seen = padding.bool()
+        keys = torch.where(seen[:, None, None, :], 0.0, -torch.inf)
+        both = keys + additive(columns(k) <= rows(q), -torch.inf)
+        seen.fill_(True)
+        return both
+
+    assert with_data(mask, PADDING) == {"mask": "keys", "causal": "top_left"}
 
 
 def test_a_sum_of_truths_is_one_mask() -> None:

@@ -19,7 +19,7 @@ def keys_after_the_middle(scores: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Model, str]] = {
     "two masks of data": (
         lambda q, k, v: (q @ k.mT + k.sum(-1)[:, :, None] + q.sum(-1)[..., None]).softmax(-1) @ v,
-        "The scores have more than one mask of data, ",
+        "The scores have more than one mask of data, 'getitem' and 'getitem_1'; one",
     ),
     "a mask of data beside one that is no bound": (
         lambda q, k, v: (
@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[Model, str]] = {
             .softmax(-1)
             @ v
         ),
-        "No single tensor of the graph holds what the masks ",
+        "No single tensor of the graph holds what the masks 'gt' and ",
     ),
 }
 
