@@ -67,9 +67,9 @@ def _tightest(limits: Iterable[Size]) -> Size | None:
 
 def _right_bound(limit: Size | None, shift: Size) -> tuple[str, int, bool]:
     """`causal` and `window_right` for `j - i <= limit`, and whether they say all of it. `shift`: keys - queries."""
-    if limit is not None and limit == 0:
+    if limit == 0:
         return "top_left", -1, True
-    if limit is not None and limit == shift:
+    if limit == shift:
         return "bottom_right", -1, True
     if isinstance(limit, int):
         return ("none", limit, True) if limit > 0 else ("top_left", -1, False)

@@ -45,8 +45,7 @@ def smallest(
     """
     best: tuple[tuple[int, ...], Operand] | None = None
     for node, meaning in _candidates(reading):
-        finite = meaning is Meaning.ADDED and has_finite_numbers(reading.reader.read(node, reading.anchor))
-        if finite and not every_row_sees_a_key:
+        if not every_row_sees_a_key and has_finite_numbers(reading.reader.read(node, reading.anchor)):
             continue
         shape = sizes(cast(torch.Tensor, fake_tensor(node)))
         rank = max(reading.frame.batch_axis, len(shape))

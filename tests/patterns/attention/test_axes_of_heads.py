@@ -205,6 +205,7 @@ def test_keys_that_are_not_one_for_each_group(name: str) -> None:
 
 PADDING = torch.tensor([[True] * S, [False] * 3 + [True] * (S - 3)])
 
+
 MASKS: dict[str, tuple[Model, Tensor, str]] = {
     "padding": (
         lambda s, seen: s.masked_fill(~seen[:, None, None, None], -torch.inf),
@@ -215,6 +216,17 @@ MASKS: dict[str, tuple[Model, Tensor, str]] = {
     "of each head, for all batches": (lambda s, bias: s + bias, torch.randn(K, G, S, S), "l_others_0_.flatten(0, 1)"),
     "of all heads, of four axes": (lambda s, bias: s + bias, torch.randn(1, 1, S, S), "l_others_0_.select(1, 0)"),
     "of all heads": (lambda s, bias: s + bias, torch.randn(1, S, S), "l_others_0_"),
+    "of all heads, of two axes": (lambda s, bias: s + bias, torch.randn(S, S), "l_others_0_"),
+    "of each head, scaled": (
+        lambda s, bias: (s + bias) * 0.5,
+        torch.randn(1, K, G, 1, S),
+        "l_others_0_.to(torch.float32).mul(0.5).flatten(1, 2)",
+    ),
+    "padding, repeated along one axis": (
+        lambda s, seen: s.masked_fill(~seen.expand(-1, K, -1, -1, -1), -torch.inf),
+        PADDING[:, None, None, None],
+        "l_others_0_.select(2, 0)",
+    ),
 }
 
 

@@ -84,6 +84,19 @@ def test_bottom_right_with_window() -> None:
     assert proved(mask, 5, 9) == proved(mask, 5, 9, True) == {"causal": "bottom_right", "window_left": 2}
 
 
+SYMBOLIC: dict[str, Mask] = {
+    "to the right": lambda q, k: columns(k) <= rows(q) + 2 * (k.shape[2] - q.shape[2]),
+    "to the left": lambda q, k: rows(q) - columns(k) < k.shape[2] - 3,
+    "two to the right": lambda q, k: (columns(k) <= rows(q) + 3) & (columns(k) <= rows(q) + k.shape[2] - q.shape[2]),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 5)])
+def test_window_of_symbolic_width_is_a_mask(name: str, queries: int, keys: int) -> None:
+    assert set(proved(SYMBOLIC[name], queries, keys, dynamic=True)) == {"mask"}
+
+
 WINDOWS: dict[str, tuple[Mask, dict[str, Any]]] = {
     "w": (lambda q, k: (columns(k) <= rows(q)) & (columns(k) > rows(q) - 4), {"causal": "top_left", "window_left": 3}),
     "w - 1": (

@@ -24,6 +24,10 @@ PADDED: dict[str, tuple[Model, str]] = {
         lambda q, k, v: (q @ k.mT).masked_fill(blind(k), -1e9).softmax(-1) @ v,
         "{hidden}.to(torch.bfloat16).mul(-3.3895313892515355e+38)",
     ),
+    "masked_fill, scaled": (
+        lambda q, k, v: ((q @ k.mT * 2.0).masked_fill(blind(k), LOWEST) * 0.5).softmax(-1) @ v,
+        "{hidden}.to(torch.bfloat16).mul(-3.3895313892515355e+38)",
+    ),
     "where": (
         lambda q, k, v: torch.where(~blind(k), q @ k.mT, LOWEST).softmax(-1) @ v,
         "{seen}.logical_not().to(torch.bfloat16).mul(-3.3895313892515355e+38)",

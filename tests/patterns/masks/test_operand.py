@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import attention_graphs as graphs
+import pytest
 import torch
 import torch.nn.functional as F
 from mask_calls import LOWEST, PADDING, B, D, H, S, additive, columns, proved, rows, with_data
@@ -90,17 +91,75 @@ def test_a_mask_of_each_head_beside_causality() -> None:
     assert found == {"mask": "l_given_0_", "causal": "top_left"}
 
 
-def test_padding_whose_truths_are_overwritten() -> None:
-    """What is left of them are the numbers."""
+@pytest.mark.parametrize(
+    ("value", "first", "expected"),
+    [
+        (-torch.inf, False, {"mask": "keys", "causal": "top_left"}),
+        (LOWEST, True, {"mask": "keys", "causal": "top_left"}),
+        (LOWEST, False, {"mask": "both"}),
+    ],
+)
+def test_padding_whose_truths_are_overwritten(value: float, first: bool, expected: dict[str, str]) -> None:
+    """What is left of them are the numbers. `first`: every row sees the first key."""
 
     def mask(q: Tensor, k: Tensor, padding: Tensor) -> Tensor:
-        seen = padding.bool()
-        keys = torch.where(seen[:, None, None, :], 0.0, -torch.inf)
-        both = keys + additive(columns(k) <= rows(q), -torch.inf)
+        seen = padding.bool()[:, None, None, :]
+        if first:
+            seen = seen | (columns(k) < 1)
+        keys = torch.where(seen, 0.0, value)
+        both = keys + additive(columns(k) <= rows(q), value)
         seen.fill_(True)
         return both
 
-    assert with_data(mask, PADDING) == {"mask": "keys", "causal": "top_left"}
+    assert with_data(mask, PADDING) == expected
+
+
+REPEATED: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+    "queries": (PADDING.bool()[:, None, None, :], (B, 1, S, S)),
+    "heads": (PADDING.bool()[:, None, None, :], (B, H, 1, S)),
+    "batches": (PADDING.bool()[:1, None, None, :], (B, 1, 1, S)),
+    "keys": (PADDING.bool()[:, None, :, None], (B, 1, S, S)),
+    "one row": (PADDING.bool()[0], (S, S)),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_the_smallest_mask_is_what_was_repeated(name: str) -> None:
+    data, shape = REPEATED[name]
+    found = with_data(lambda q, k, keep: keep.expand(shape) & (columns(k) <= rows(q)), data)
+    assert found == {"mask": "l_given_0_", "causal": "top_left"}
+
+
+def test_a_smaller_tensor_that_hides_more() -> None:
+    """Of the padding nothing is left but the mask, and what was made of it."""
+
+    def mask(q: Tensor, k: Tensor, data: Tensor) -> Tensor:
+        known = data > 0.3
+        less = known & (data < 0.8)
+        seen = known.expand_as(less) & (columns(k) <= rows(q))
+        known.fill_(True)
+        return seen
+
+    assert with_data(mask, torch.rand(B, 1, 1, S)) == {"mask": "seen", "causal": "top_left"}
+
+
+def test_a_mask_without_axes_is_none_of_the_scores() -> None:
+    found = with_data(lambda q, k, keep: keep & (columns(k) <= rows(q)), torch.tensor(True))
+    assert found == {"mask": "and_", "causal": "top_left"}
+
+
+def test_a_mask_that_had_five_axes() -> None:
+    found = with_data(lambda q, k, keep: (keep & (columns(k) <= rows(q)))[:, 0], PADDING.bool()[:, None, None, None])
+    assert found == {"mask": "getitem_2", "causal": "top_left"}
+
+
+def test_a_bias_written_before_it_is_added() -> None:
+    def mask(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        bias = bias * 2.0
+        bias[:, 0] = 1.0
+        return bias
+
+    assert with_data(mask, torch.randn(S, S)) == {"mask": "bias"}
 
 
 def test_a_sum_of_truths_is_one_mask() -> None:
@@ -117,6 +176,8 @@ def test_gradient_of_a_bias_is_refused() -> None:
     assert (
         graphs.refusal(module) == "The bias 'l_bias_' requires a gradient, and the attention operator has none for it."
     )
+    module, _ = graphs.captured(model, torch.randn(B, H, S, D), torch.randn(S, S, requires_grad=True), grad=False)
+    assert graphs.conditions(graphs.site(module)) == {"mask": "l_bias_"}
 
 
 def test_a_mask_written_after_it_was_made_is_data() -> None:
