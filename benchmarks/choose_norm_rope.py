@@ -1,6 +1,8 @@
-"""Write the table by which `backend="auto"` takes CUDA C++ or Triton: `python -m benchmarks.choose_norm_rope RESULT`.
+"""Write the table by which `backend="auto"` takes CUDA C++ or Triton: `python -m benchmarks.choose_norm_rope
+RESULT ...`.
 
-RESULT is the file of a run that measured both: `python -m benchmarks.norm_rope --baselines triton cuda inductor`, or in
+RESULT is the file of a run that measured both; the rows of several runs, of different shapes, come together, and what
+the table says of its run is said of the first: `python -m benchmarks.norm_rope --baselines triton cuda inductor`, or in
 less time `--backend triton --baselines cuda inductor`. The table goes to `kernels/choice/`, one file a card; what reads
 it is `kernels/choice/table.py`.
 """
@@ -87,8 +89,12 @@ def as_text(content: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path)
-    result = json.loads(parser.parse_args().result.read_text())
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT")
+    results = [json.loads(path.read_text()) for path in parser.parse_args().results]
+    result = results[0]
+    if any((other["card"], other.get("backend")) != (result["card"], result.get("backend")) for other in results):
+        raise SystemExit("The results are of different cards, or measured another back end as their own.")
+    result["rows"] = [row for other in results for row in other["rows"]]
     measured = CARDS.get(result["card"])
     if measured is None or measured not in table.TABLES:
         raise SystemExit(f"{result['card']!r} has no table: add it to CARDS here and to TABLES of {table.__file__}.")

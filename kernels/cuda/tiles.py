@@ -54,6 +54,19 @@ prefetches), of five, eight and ten 2, 6 and 10 % more: a block makes room only 
 NARROW_TABLES = {H100: Tile(4, 4, unroll=2), H200: Tile(2, 12, unroll=2)}
 """Forward, entries of the tables read one by one: many loads, which twice as many heads share."""
 
+SHORT_VECTORS = {H200: Tile(2, 12, unroll=3)}
+"""Forward, vectors of eight bytes, as half a head of 72 is no multiple of eight lanes: three times as many heads a
+warp, which share the tables. H200, 16+16 heads of 72, a token's heads as they come / two times / three times / four
+times as many: a rotation alone, 16384 tokens 56.9 / - / 41.0 / 41.0 us (92 % of a copy), with an entry a pair 56.6 / -
+/ 39.4 / 39.4, 4096 tokens 15.4 / 10.9 / 10.8 / 10.9; with a norm 56.4 / 51.8 / 48.1 / - (79 %). Loads of 16 bytes,
+whose halves threads exchange, gained nothing."""
+
+ROTATIONS = {H200: Tile(2, 12, unroll=2)}
+"""Forward without a norm, heads rotated whole and in halves by float32 tables, which twice as many heads share. H200,
+16+16 heads, once / twice / three times as many: of 80, 16384 tokens 47.4 / 44.7 / 45.5 us (94 % of a copy), with an
+entry a pair 44.1 / 42.5 / 42.9, 4096 tokens 12.5 / 11.5 / 12.6; of 128 69.7 / 69.8 / 71.9 and 18.7 / 18.4 / 19.5; of
+64, 16384 tokens 35.8 / 35.8 / 36.1."""
+
 HANDED = {H200}
 """Forward with a norm: the tables once a warp, where a head has 4, 8 or 16 lanes. H200, 2048 / 16384 tokens:
 interleaved MRoPE 13.36 to 12.66 / 86.25 to 83.80 us, Gemma 3 15.05 to 14.47 / 104.5 to 103.1, Flux 14.11 to 13.95 /
@@ -107,6 +120,10 @@ def forward_tile(
     tiles = FORWARD if wide_tables(accesses) else NARROW_TABLES
     measured = nearest(card, tiles) or H100
     tile = tiles[measured]
+    if measured in SHORT_VECTORS and _short_vectors(constants, accesses):
+        tile = _shared_tables(SHORT_VECTORS[measured], constants)
+    elif measured in ROTATIONS and _rotates_whole_heads(constants, accesses):
+        tile = _shared_tables(ROTATIONS[measured], constants)
     if measured in HANDED:
         tile = tile._replace(keeps=bool(constants["BATCHED"]))
         if _hands_tables(constants, accesses):
@@ -222,6 +239,31 @@ def _handed(tile: Tile, constants: Mapping[str, Constant], accesses: Mapping[str
     if accesses["TABLE_BYTES"].itemsize == 2:
         tile = tile._replace(warps=4, blocks=8)
     return tile._replace(tables="handed", flat=_fill_no_whole_warps(constants))
+
+
+def _short_vectors(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:
+    """Of eight bytes, the most that divides half a head."""
+    return 2 * int(constants["PAIRS"]) * accesses["IN_BYTES"].itemsize == WIDEST and constants["CHUNKS"] == 1
+
+
+def _rotates_whole_heads(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:
+    """And does nothing else, by rows of float32 that are found without positions."""
+    return (
+        constants["NORM"] == "NO_NORM"
+        and constants["ROTARY_DIM"] == constants["HEAD_DIM"]
+        and not (constants["READS_ADJACENT"] or constants["WRITES_ADJACENT"])
+        and constants["MROPE"] == "NO_MROPE"
+        and not (constants["GATHER"] or constants["COUNTED"])
+        and accesses["TABLE_BYTES"].itemsize == 4
+        and wide_tables(accesses)
+        and constants["CHUNKS"] == 1
+    )
+
+
+def _shared_tables(tile: Tile, constants: Mapping[str, Constant]) -> Tile:
+    """`tile`, with no more heads a warp than a token has."""
+    heads = int(constants["Q_HEADS"]) + int(constants["K_HEADS"])
+    return tile._replace(unroll=min(tile.unroll, -(-heads // heads_per_warp(constants))))
 
 
 def _fill_no_whole_warps(constants: Mapping[str, Constant]) -> bool:

@@ -80,9 +80,10 @@ def asked(
     head_dim: int = 128,
     scope: str = "head",
     heads: int = 32,
+    norm: str = "rms",
 ) -> str | None:
     gate = next(k.gate for k in registry.kernels("qk_norm_rope") if k.name == kernel_name)
-    shapes, options = {"q": (*tokens, heads, head_dim)}, {"norm_scope": scope}
+    shapes, options = {"q": (*tokens, heads, head_dim)}, {"norm_scope": scope, "norm": norm}
     return gate(Request("qk_norm_rope", torch.device("cuda"), {}, shapes, options, training))
 
 
@@ -113,6 +114,18 @@ def test_long_rows_are_left_to_inductor_without_cuda() -> None:
         assert asked("triton", tokens, training, scope=scope, heads=heads) is None
     assert asked("measured", many, True, scope="hidden", heads=40) is None
     assert asked("cuda", many, True, scope="hidden", heads=40) is None
+
+
+@pytest.mark.parametrize(("head_dim", "left"), [(72, True), (80, True), (96, False), (112, False), (128, False)])
+def test_padded_rotations_are_left_to_inductor_without_cuda(head_dim: int, left: bool) -> None:
+    """Of Triton alone, where they fill less than two thirds of the lanes that it computes."""
+    for training in (True, False):
+        for tokens in ((1, 16), (4, 4096), (None, None)):
+            reason = asked("triton", tokens, training, head_dim=head_dim, norm="none")
+            assert (reason is not None and "pip install 'fusion-pass[cuda]'" in reason) == left
+            assert asked("triton", tokens, training, head_dim=head_dim) is None
+            assert asked("measured", tokens, training, head_dim=head_dim, norm="none") is None
+    assert asked("triton", (1, 1), True, head_dim=head_dim, norm="none") is None
 
 
 def test_names_are_unique() -> None:

@@ -313,6 +313,33 @@ def test_a_forward_of_many_tokens_prefetches() -> None:
     assert forward._words[-4] == 5 * 2**19 // (40 * 256)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("case", "unroll"),
+    [
+        (Case("half a head is nine times eight bytes", 16, 16, 72, 1, 64, BF16), 3),
+        (Case("six heads: two times three", 4, 2, 72, 1, 64, BF16, options={"norm": "none"}), 2),
+        (Case("three heads", 2, 1, 72, 1, 64, BF16), 1),
+        (Case("rotated lanes begin in the middle", 8, 8, 128, 1, 64, BF16,
+              options={"rotary_dim": 64, "rotary_start": 4}), 3),
+        (Case("float32", 8, 8, 36, 1, 64), 3),
+        (Case("vectors of 16 bytes", 16, 16, 80, 1, 64, BF16), 1),
+        (Case("no norm", 16, 16, 80, 1, 64, BF16, options={"norm": "none"}), 2),
+        (Case("no norm, tables in two bytes", 16, 16, 80, 1, 64, BF16, table_dtype=BF16, options={"norm": "none"}), 1),
+        (Case("no norm, positions", 16, 16, 80, 1, 64, BF16, positions="shared", options={"norm": "none"}), 1),
+        (Case("no norm, partial", 16, 16, 128, 1, 64, BF16, options={"norm": "none", "rotary_dim": 64}), 1),
+        (Case("no norm, adjacent", 16, 16, 128, 1, 64, BF16, options={"norm": "none", "pairing": "adjacent"}), 1),
+        (Case("no norm, sectioned", 16, 16, 128, 1, 64, BF16, options={**SECTIONED, "norm": "none"}), 1),
+        (Case("vectors of 4 bytes", 16, 16, 76, 1, 64, BF16), 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_heads_share_tables(case: Case, unroll: int) -> None:
+    """A warp of the forward takes several times as many heads, where it was measured; on an H100 it was not."""
+    for card, expected in ((H200, unroll), (H100, 1)):
+        constants = by_kernel(case, card)["forward"].launch.instance.constants  # type: ignore[attr-defined]
+        assert constants["UNROLL"] == expected
+
+
 def test_heads_of_two_tokens_share_a_warp() -> None:
     """Where a token's heads fill no whole number of warps; 32-bit numbers must do for the heads of all tokens."""
 
