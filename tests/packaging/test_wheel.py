@@ -48,7 +48,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = home.glob("lib/python*/site-packages")
     for distribution in dependencies("torch", "numpy", "rich"):
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
-            (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+            if not (site / top).exists():  # `nvidia`, of the CUDA builds of PyTorch, is a folder of many distributions
+                (site / top).symlink_to(Path(str(distribution.locate_file(top))))
     interpreter = home / "bin" / "python"
     pip("--python", str(interpreter), "install", "--no-deps", "--no-index", str(wheel))
     return interpreter
