@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from fusion_pass.graph.fake_mode import evaluating
 from fusion_pass.graph.vocabulary import fake
 from fusion_pass.layout import same_layout
 from fusion_pass.plan import Planned, Unplannable
@@ -57,7 +58,7 @@ class ControlFlow:
 def _gradients(plan: Planned, names: list[str]) -> dict[str, torch.Tensor | None]:
     """Fake gradients of the call's arguments `names`, if those of its results have the results' strides."""
     mode = fake(plan.site.outputs[0].node).fake_mode
-    with mode, torch.enable_grad():
+    with evaluating(mode), torch.enable_grad():
         tensors = {name: moved.value.detach() for name, moved in plan.tensors.items()}
         inputs = [tensors[name].requires_grad_() for name in names]
         value = plan.target(**tensors, **plan.options)

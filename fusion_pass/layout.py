@@ -2,18 +2,20 @@
 
 Strides are not part of a value, but a reader can depend on them: `view` fails on some, `as_strided` reads through
 them, and a caller sees those of a graph output. Whether one does is found by evaluating the readers on fake tensors
-with the new strides until the strides are the old ones again.
+with the new strides until the strides are the old ones again. What is found holds for every size of the graph, and
+finding it adds no guard.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.utils._pytree import tree_leaves
 
 from fusion_pass.graph.site import Step
@@ -56,8 +58,9 @@ def first_layout_reader(node: fx.Node, value: torch.Tensor, inside: frozenset[fx
         if len(seen) > _LIMIT or _depends_by_nature(reader) or _may_count_on(reader, values):
             return reader
         try:
-            value = _evaluate(reader, values)
-        except Exception:  # a view that the new strides do not allow, or an operator without a fake implementation
+            with _for_every_size(values[node].fake_mode.shape_env):
+                value = _evaluate(reader, values)
+        except Exception:  # a view that the new strides do not allow, no fake implementation, an answer for some sizes
             return reader
         original = fake(reader)
         if _same_everywhere(value, original):
@@ -159,6 +162,39 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if node.op == "call_function" and callable(node.target):
         return node.target(*args, **kwargs)
     raise NotImplementedError(node.op)
+
+
+class _SomeSizes(Exception):
+    """What an evaluation asked of symbolic sizes is not known: it holds for some, those of this call among them."""
+
+
+@contextmanager
+def _for_every_size(symbols: ShapeEnv | None) -> Iterator[None]:
+    """Evaluate what holds for every size: where a guard would be needed, `_SomeSizes` is raised instead.
+
+    A guard would cost the user a compilation, and an answer without its guard would be taken for others than it holds
+    for.
+    """
+    if symbols is None:
+        yield
+        return
+    asked: list[object] = []
+
+    def known(expression: Any, *args: Any, **kwargs: Any) -> Any:
+        value = symbols._maybe_evaluate_static(expression)
+        if value is None:
+            asked.append(expression)
+            raise _SomeSizes(str(expression))
+        return value
+
+    own = vars(symbols)
+    own["evaluate_expr"] = known
+    try:
+        yield
+    finally:
+        del own["evaluate_expr"]
+    if asked:  # and the exception was caught on its way
+        raise _SomeSizes(str(asked[0]))
 
 
 def _same_everywhere(value: Any, original: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_pass.config import FusionConfig
 from fusion_pass.errors import FusionError
+from fusion_pass.graph.fake_mode import evaluating
 from fusion_pass.graph.gradients import GRAD_MODE, Stops
 from fusion_pass.graph.repeats import facts
 from fusion_pass.graph.site import Call, Literal, Operand, Output, Site, Step, changed
@@ -284,7 +285,7 @@ def _evaluating(site: Site) -> Iterator[None]:
     """Evaluate on fake tensors, without building an autograd graph; any failure makes the site unplannable."""
     try:
         # The mode of the graph's own values: while a backend runs, the current tracing context has another one already.
-        with fake(site.outputs[0].node).fake_mode, torch.no_grad():
+        with evaluating(fake(site.outputs[0].node).fake_mode), torch.no_grad():
             yield
     except (Unplannable, FusionError):
         raise

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from .fake_mode import evaluating
+
 
 def written(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
     """For each leaf of `(args, kwargs)`, whether the function writes to it: all tensors where it cannot be called."""
@@ -27,7 +29,11 @@ def written(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     symbols = modes[0].shape_env
     writes = _Writes()
     try:
-        with modes[0], torch.no_grad(), nullcontext() if symbols is None else symbols.ignore_fresh_unbacked_symbols():
+        with (
+            evaluating(modes[0]),
+            torch.no_grad(),
+            nullcontext() if symbols is None else symbols.ignore_fresh_unbacked_symbols(),
+        ):
             fresh = [_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             again, keywords = tree_unflatten(fresh, form)
             with writes:

@@ -17,12 +17,33 @@ LIBRARY.impl("strides", lambda x: torch.tensor(x.stride()), "CompositeExplicitAu
 torch.library.register_fake(
     "fusion_pass_layout_tests::strides", lambda x: x.new_empty(x.dim(), dtype=torch.int64), lib=LIBRARY
 )
+LIBRARY.define("far(Tensor x) -> Tensor")
+CAUGHT = False
+"""Whether the fake implementation of `far` goes on where a stride is not known."""
+
+
+def is_far(x: Tensor) -> bool:
+    try:
+        return bool(x.stride(0) > 1000)
+    except Exception:
+        if CAUGHT:
+            return True
+        raise
+
+
+@torch.library.impl(LIBRARY, "far", "CompositeExplicitAutograd")
+@torch.library.register_fake("fusion_pass_layout_tests::far", lib=LIBRARY)
+def far(x: Tensor) -> Tensor:
+    return x.contiguous() if is_far(x) else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * torch.cat([cos, cos], -1) + torch.cat([-second, first], -1) * torch.cat([sin, sin], -1)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    y = x * torch.cat([cos, cos], -1) + torch.cat([-second, first], -1) * torch.cat([sin, sin], -1)
-    return torch.ops.fusion_pass_layout_tests.strides(y * 2)
+    return torch.ops.fusion_pass_layout_tests.strides(rotation(x, cos, sin) * 2)
 
 
 def heads_first(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,6 +81,47 @@ def test_strides_that_nothing_proves_are_not_changed(monkeypatch: pytest.MonkeyP
     assert strides.tolist() == rotated(*given).tolist()
     (reason,) = backend.reports[0].reasons
     assert "depends on the strides" in reason
+
+
+def test_a_reader_made_of_others_is_compiled_once() -> None:
+    """In C++ a matrix product (of torch 2.11) asks for the numbers of its operands' sizes, which would fix the graph to
+    them."""
+    weight = torch.randn(16, 16)
+
+    def model(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotation(x, cos, sin).transpose(1, 2) @ weight.expand(4, 16, 16)
+
+    backend = FusionBackend(FusionConfig(allow_reference=True, expect={"rope": 1}), inner=as_it_is)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for batch, tokens in ((2, 24), (3, 17), (5, 40)):
+        given = heads_first(batch, tokens)
+        for tensor in given:
+            torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
+        torch.testing.assert_close(compiled(*given), model(*given))
+    assert len(backend.reports) == 1
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_an_answer_for_some_lengths_is_none(monkeypatch: pytest.MonkeyPatch, caught: bool) -> None:
+    """The operator lays its result out by a stride of v, and says so. A v of its own, no part of the projection, has
+    another one: at 24 tokens the result lies as before, at 10 it would not. Asked for, that would be a guard."""
+
+    def rotated_parts(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.view(2, -1, 3, 4, 16).unbind(2)
+        return rotation(q, cos, sin) * 2, rotation(k, cos, sin) * 2, torch.ops.fusion_pass_layout_tests.far(v) * 2
+
+    monkeypatch.setattr(f"{__name__}.CAUGHT", caught)
+    backend = FusionBackend(FusionConfig(allow_reference=True), inner=as_it_is)
+    compiled = torch.compile(rotated_parts, backend=backend, fullgraph=True)
+    for tokens in (24, 10):
+        qkv, (cos, sin) = torch.randn(2, tokens, 192, requires_grad=True), torch.randn(2, 2, tokens, 1, 8)
+        for tensor in (qkv, cos, sin):
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        for ours, expected in zip(compiled(qkv, cos, sin), rotated_parts(qkv, cos, sin), strict=True):
+            torch.testing.assert_close(ours, expected, check_stride=True)
+    (report,) = backend.reports
+    (reason,) = report.reasons
+    assert reason == "qkv_norm_rope: 'far' depends on the strides of 'v', which the call cannot give."
 
 
 @pytest.mark.parametrize("alias", [True, False])

@@ -34,10 +34,6 @@ NORM_AND_ROTATION = ("qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope")
 BF16 = torch.bfloat16
 TOO_NARROW = ("cogview4", "mochi", "sana")
 """Their heads have four lanes in the zoo; attention kernels take multiples of 8."""
-COMPILED_AGAIN = ("modernbert",)
-"""Dynamic training of these compiles each length with torch 2.11 and transformers 5.17: while the pass finds out who
-depends on strides, SDPA on fake tensors of a GPU asks for sizes (README, Limits). Each of the graphs has all
-fusions."""
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +90,7 @@ def test_every_model(name: str, how: Combination) -> None:
     if how.dynamic and name not in ONE_SIZE:
         compare(compiled, module, to("cuda", shorter(name, inputs)), how.dtype)
     compare(compiled, module, inputs, how.dtype)
-    if name in COMPILED_AGAIN and how.dynamic and how.training:
-        for report in compiler.reports:
-            assert_found([report], expected(name, how))
-    else:
-        assert_found(compiler.reports, expected(name, how))
+    assert_found(compiler.reports, expected(name, how))
     if name in TOO_NARROW:
         reasons = [site.reason for report in compiler.reports for site in report.sites if site.fusion == "attention"]
         assert reasons

@@ -12,6 +12,7 @@ from exactness import capture, find
 from spellings import HALF, D, S, halves
 from torch import Tensor, fx
 
+from fusion_pass import FusionBackend, FusionConfig
 from fusion_pass.graph.writes import written_arguments
 
 IDS = torch.arange(S)
@@ -51,6 +52,11 @@ def halved_data(table: Tensor) -> Tensor:
 @torch.compiler.allow_in_graph
 def total(table: Tensor, copies_: bool = False) -> Tensor:
     return (table.clone().div_(2) if copies_ else table).sum()
+
+
+@torch.compiler.allow_in_graph
+def gram(x: Tensor) -> Tensor:
+    return x @ x.mT
 
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
@@ -104,6 +110,23 @@ def test_table_of_a_lookup_that_shortens_its_rows(name: str) -> None:
 @pytest.mark.parametrize("name", READS)
 def test_table_of_a_lookup_that_only_reads(name: str) -> None:
     assert rotations(READS[name]) == [2]
+
+
+def test_a_function_is_tried_without_fixing_the_sizes() -> None:
+    """In C++ a matrix product (of torch 2.11) asks for the numbers of its operands' sizes."""
+
+    def model(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return halves(x, cos, sin), gram(x)
+
+    config = FusionConfig(allow_reference=True, expect={"rope": 1})
+    backend = FusionBackend(config, inner=lambda module, _: module.forward)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for length in (S, S + 1, 3 * S):
+        x, cos, sin = torch.randn(2, length, 4, D), torch.randn(length, 1, D), torch.randn(length, 1, D)
+        for tensor, axis in ((x, 1), (cos, 0), (sin, 0)):
+            torch._dynamo.maybe_mark_dynamic(tensor, axis)
+        compiled(x, cos, sin)
+    assert len(backend.reports) == 1
 
 
 def normalised(function: Callable[..., object], order: str, *more: object) -> set[str]:
