@@ -51,7 +51,7 @@ _SOURCES = frozenset({"linear", "cos", "sin", "polar", "embedding", "layer_norm"
 def change_of(
     name: str, layer: str, fusions: tuple[str, ...] = NORM_AND_ROTATION, given: Mapping[str, Any] | None = None
 ) -> str:
-    """The change that the pass makes to `layer` of the zoo's model `name`, as text. `given`: inputs beside the zoo's."""
+    """The change that the pass makes to `layer` of the zoo's model `name`, as text. `given`: inputs beside its own."""
     model, inputs = zoo.build(name)
     module = capture(model, **inputs, **(given or {}))
     before = fx.Graph()
