@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
@@ -21,6 +22,7 @@ from torch import fx
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.gradients import GRAD_MODE
 from fusion_pass.graph.site import Call, Operand, Refusal, Site, Step
+from fusion_pass.graph.vocabulary import fake_tensor
 
 FUSION = "norm_rope_attention"
 
@@ -58,7 +60,9 @@ def _feeds(norm_rope: Site, attention: Site) -> bool:
     results = _RESULTS[norm_rope.call.name]
     for output, name in zip(norm_rope.outputs, results, strict=True):
         operand = attention.call.tensors[name]
-        if operand is None or operand.node is not output.node or not _is_nothing((*output.steps, *operand.steps)):
+        if operand is None or operand.node is not output.node:
+            return False
+        if not _is_nothing((*output.steps, *operand.steps), cast(torch.Tensor, fake_tensor(output.node)).dtype):
             return False
         if any(user not in attention.region and user not in norm_rope.region for user in output.node.users):
             return False
@@ -67,9 +71,9 @@ def _feeds(norm_rope: Site, attention: Site) -> bool:
     return not norm_rope.region & (attention.region | others)
 
 
-def _is_nothing(steps: Sequence[Step]) -> bool:
-    """Whether the steps leave a tensor as it is. Tried on one whose four sizes differ."""
-    before = torch.empty(2, 3, 5, 7, device="meta")
+def _is_nothing(steps: Sequence[Step], dtype: torch.dtype) -> bool:
+    """Whether the steps leave a tensor of `dtype` as it is. Tried on one whose four sizes differ."""
+    before = torch.empty(2, 3, 5, 7, device="meta", dtype=dtype)
     after = before
     try:
         for step in steps:
