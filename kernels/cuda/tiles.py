@@ -63,9 +63,9 @@ whose halves threads exchange, gained nothing."""
 
 ROTATIONS = {H200: Tile(2, 12, unroll=2)}
 """Forward without a norm, heads rotated whole and in halves by float32 tables, which twice as many heads share. H200,
-16+16 heads, once / twice / three times as many: of 80, 16384 tokens 47.4 / 44.7 / 45.5 us (94 % of a copy), with an
-entry a pair 44.1 / 42.5 / 42.9, 4096 tokens 12.5 / 11.5 / 12.6; of 128 69.7 / 69.8 / 71.9 and 18.7 / 18.4 / 19.5; of
-64, 16384 tokens 35.8 / 35.8 / 36.1."""
+16+16 heads with an entry a lane, by blocks of 4 x 4 / twice / three times as many: of 80, 16384 tokens 47.4 / 44.7 /
+45.5 us (94 % of a copy), with an entry a pair 44.1 / 42.5 / 42.9, 4096 tokens 12.5 / 11.5 / 12.6; of 128 69.7 / 69.8 /
+71.9 and 18.7 / 18.4 / 19.5; of 64, 16384 tokens 35.8 / 35.8 / 36.1."""
 
 HANDED = {H200}
 """Forward with a norm: the tables once a warp, where a head has 4, 8 or 16 lanes. H200, 2048 / 16384 tokens:
@@ -114,16 +114,16 @@ def forward_tile(
     prefetches: bool = False,
 ) -> Tile:
     """For an instance of the forward. `prefetches`: there are enough tokens (`prefetched_tokens`)."""
+    tiles = FORWARD if wide_tables(accesses) else NARROW_TABLES
+    measured = nearest(card, tiles) or H100
+    if measured in ROTATIONS and acc_bytes == 4 and _rotates_whole_heads(constants, accesses):
+        return _shared_tables(ROTATIONS[measured], constants)
     words = _words(constants, accesses, acc_bytes)
     if words > 48:
         return Tile(4, 2 if words > 80 else 4)
-    tiles = FORWARD if wide_tables(accesses) else NARROW_TABLES
-    measured = nearest(card, tiles) or H100
     tile = tiles[measured]
     if measured in SHORT_VECTORS and _short_vectors(constants, accesses):
         tile = _shared_tables(SHORT_VECTORS[measured], constants)
-    elif measured in ROTATIONS and _rotates_whole_heads(constants, accesses):
-        tile = _shared_tables(ROTATIONS[measured], constants)
     if measured in HANDED:
         tile = tile._replace(keeps=bool(constants["BATCHED"]))
         if _hands_tables(constants, accesses):
@@ -247,9 +247,11 @@ def _short_vectors(constants: Mapping[str, Constant], accesses: Mapping[str, Acc
 
 
 def _rotates_whole_heads(constants: Mapping[str, Constant], accesses: Mapping[str, Access]) -> bool:
-    """And does nothing else, by rows of float32 that are found without positions."""
+    """And does nothing else, 16 bytes at a time, by rows of float32 that are found without positions."""
     return (
         constants["NORM"] == "NO_NORM"
+        and int(constants["PAIRS"]) * accesses["IN_BYTES"].itemsize == WIDEST
+        and accesses["IN_BYTES"].itemsize == 2
         and constants["ROTARY_DIM"] == constants["HEAD_DIM"]
         and not (constants["READS_ADJACENT"] or constants["WRITES_ADJACENT"])
         and constants["MROPE"] == "NO_MROPE"
