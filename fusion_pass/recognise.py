@@ -66,7 +66,8 @@ def failure(what: str, fusion: str, layer: str, error: Exception, config: Fusion
 
 
 def in_words(error: Exception) -> str:
-    """`IndexError: list index out of range (norms.py:34)`"""
+    """`IndexError: list index out of range (norm_rope/norms.py:34)`"""
     title = str(error).strip().split("\n")[0]
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}{': ' if title else ''}{title} ({Path(frame.filename).name}:{frame.lineno})"
+    place = "/".join(Path(frame.filename).parts[-2:])
+    return f"{type(error).__name__}{': ' if title else ''}{title} ({place}:{frame.lineno})"

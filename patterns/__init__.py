@@ -6,7 +6,7 @@ masks/        what a mask is: arguments of the operator, as far as it can be pro
 formulas/     an index or mask tensor as one formula of its position
 block.py      whole blocks: norm + rotation and the attention it feeds become one site
 
-for all       base.py (the contract), consumers.py (which attention a tensor goes to), facts.py, literals.py
+for all       base.py (the contract), refused.py, literals.py, consumers.py (which attention a tensor goes to)
 
 Each folder may import the files beside this one. Beyond them attention imports masks and formulas, masks imports
 formulas, and nothing imports attention or norm_rope; the files beside this one import no folder.

@@ -8,11 +8,11 @@ from torch import fx
 
 from fusion_pass.graph.site import Operand
 
-from ..facts import Refused
 from ..literals import number
 from ..masks.masked_scores import MaskTerm
+from ..refused import Refused
 from .heads import Heads
-from .written_out.products import Leading
+from .leading import Leading
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from fusion_pass.graph.site import Call, Literal, Refusal, Site
 from fusion_pass.graph.vocabulary import fake_tensor, holds, layer_of, operation
 
 from ..consumers import WITH_PROJECTIONS
-from ..facts import Refused, check_written_for_itself
 from ..formulas.reading import IndexReader
 from ..masks.masked_scores import Frame, MaskRefused
 from ..masks.proof import SeenKeys, prove
+from ..refused import Refused, check_written_for_itself
 from . import sdpa
 from .facts import Attention
 from .heads import Heads, fold

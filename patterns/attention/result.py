@@ -19,7 +19,7 @@ from fusion_pass.graph.site import Output, Step
 from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, operation
 
 from .heads import keeps_everything, moved_axes
-from .written_out.products import Leading, moved_leading
+from .leading import Leading, moved_leading
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from torch import fx
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.vocabulary import fake_tensor
 
-from ..facts import Refused
 from ..literals import number
 from ..masks.masked_scores import MaskTerm, Meaning
+from ..refused import Refused
 from .facts import Attention, check_no_dropout
 from .heads import Heads
-from .written_out.products import Leading
+from .leading import Leading
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 

@@ -12,7 +12,8 @@ from fusion_pass.graph.lanes import Value
 from fusion_pass.graph.site import Operand, Step
 from fusion_pass.graph.vocabulary import Size, fake_tensor, sizes
 
-from ..facts import Refused, Rotation
+from ..refused import Refused
+from .facts import Rotation
 
 ROLES = ("batch", "sequence", "heads")
 

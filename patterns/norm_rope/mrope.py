@@ -22,7 +22,8 @@ from fusion_pass.graph.region import upstream
 from fusion_pass.graph.site import Operand, Step
 from fusion_pass.graph.vocabulary import fake_tensor, layer_of, operation, sizes
 
-from ..facts import Array, Refused
+from ..refused import Refused
+from .facts import Array
 from .rotary import TOLERANCE, equal
 from .tables import arranged, axis_targets, spaced
 

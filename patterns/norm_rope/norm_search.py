@@ -16,7 +16,8 @@ from fusion_pass.graph.lanes import Opaque, product
 from fusion_pass.graph.region import between, downstream, frontier, modelled, upstream
 from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, Size, fake_tensor, operation, sizes
 
-from ..facts import Norm, Refused, Rotation
+from ..refused import Refused
+from .facts import Norm, Rotation
 from .norms import norm_between
 
 _REDUCTIONS = frozenset("mean rms_norm layer_norm norm vector_norm var var_mean normalize l2_norm rsqrt".split())

@@ -23,7 +23,8 @@ from fusion_pass.graph.lanes import Opaque, Value
 from fusion_pass.graph.site import Operand, Step
 from fusion_pass.graph.vocabulary import fake_tensor, sizes
 
-from ..facts import Array, Norm, Refused
+from ..refused import Refused
+from .facts import Array, Norm
 from .rotary import TOLERANCE, equal
 from .tables import candidates
 

@@ -27,8 +27,8 @@ from fusion_pass.graph.region import between, downstream
 from fusion_pass.graph.site import Operand, Output, Step
 from fusion_pass.graph.vocabulary import MOVEMENTS, fake_tensor, operation, sizes
 
-from ..facts import Array
 from .axes import ROLES, result_steps
+from .facts import Array
 from .pairing import Pair
 from .rotary import equal
 

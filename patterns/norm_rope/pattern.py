@@ -23,8 +23,9 @@ from fusion_pass.graph.site import Call, Literal, Operand, Output, Refusal, Site
 from fusion_pass.graph.vocabulary import layer_of
 
 from ..consumers import Use, use_of
-from ..facts import Norm, Refused, check_written_for_itself
+from ..refused import Refused, check_written_for_itself
 from .axes import result_steps
+from .facts import Norm
 from .packed import Packed, packed
 from .pairing import Pair, difference, same_scalar, same_tables
 from .reading import Reading, read, transferred

@@ -18,8 +18,9 @@ from fusion_pass.graph.region import between, frontier
 from fusion_pass.graph.site import Operand, changed
 from fusion_pass.graph.vocabulary import CASTS, Size, fake_tensor, holds, operation, sizes
 
-from ..facts import Norm, Refused, Rotation
+from ..refused import Refused
 from .axes import Roles, memory_order, operand, roles_of
+from .facts import Norm, Rotation
 from .norm_search import norm_after, norm_before
 from .rotary import rotation_between
 from .rotary_tables import tables_of

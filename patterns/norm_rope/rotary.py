@@ -18,7 +18,8 @@ from fusion_pass.graph.evaluate import Escaped, Evaluator, Study
 from fusion_pass.graph.lanes import WORLDS, Opaque, Value
 from fusion_pass.graph.vocabulary import fake_tensor, sizes
 
-from ..facts import Array, Refused, Rotation
+from ..refused import Refused
+from .facts import Array, Rotation
 
 TOLERANCE = 1e-9
 """Relative, for float64 numbers of size one after a few dozen operations."""

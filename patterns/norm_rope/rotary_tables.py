@@ -18,9 +18,10 @@ from fusion_pass.graph.region import between, frontier, upstream
 from fusion_pass.graph.site import Operand
 from fusion_pass.graph.vocabulary import operation
 
-from ..facts import Refused, Rotation
+from ..refused import Refused
 from . import mrope, tables
 from .axes import Roles
+from .facts import Rotation
 from .rotary import equal
 
 

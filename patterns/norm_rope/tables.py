@@ -18,7 +18,8 @@ from fusion_pass.graph.lanes import Value
 from fusion_pass.graph.site import Operand, Step
 from fusion_pass.graph.vocabulary import CASTS, MOVEMENTS, fake_tensor, operation
 
-from ..facts import Array, Refused
+from ..refused import Refused
+from .facts import Array
 from .rotary import TOLERANCE, equal
 
 _FOLLOWED = MOVEMENTS | CASTS | set("neg add repeat_interleave repeat view_as_real complex real imag".split())

@@ -55,7 +55,7 @@ def test_the_others_go_on_and_one_warning_says_what_happened(
     (report,) = compiler.reports
     (failed,) = report.failed
     assert failed.reason.startswith(
-        "The pattern 'failing' raised IndexError: list index out of range (test_failures.py:"
+        "The pattern 'failing' raised IndexError: list index out of range (pass/test_failures.py:"
     )
     assert "on_error='raise' (FUSION_PASS_ON_ERROR=raise) shows the traceback." in failed.reason
     assert failed.reason in record.getMessage()

@@ -7,7 +7,7 @@ from torch import fx
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, in_place, sizes
 
-from ...facts import Refused
+from ...refused import Refused
 
 CASTS = frozenset(
     "to _to_copy float half bfloat16 double type type_as contiguous clone alias convert_element_type".split()

@@ -1,81 +1,30 @@
-"""The two products of an attention written out, queries by keys and weights by values, and the axes in front of tokens.
+"""The two products of an attention written out, queries by keys and weights by values.
 
 Matches     `matmul`, `bmm`, `baddbmm`, `einsum` of three, four or five axes: `[B * H, S, D]` or `[B, S, D]`,
             `[B, H, S, D]`, `[B, K, G, S, D]` with K key heads and the G query heads of each. By einsum, keys and values
             may have one head, or one for each group.
-Requires    views between the two products that join or split batch and heads, and nothing else.
-Becomes     q, k and v as `Heads`, and what the axes in front are (`Leading`).
+Becomes     q, k and v as `Heads`.
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from torch import fx
 
-from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, operation, sizes
+from fusion_pass.graph.vocabulary import Size, operation
 
-from ...facts import Refused
 from ..heads import Heads
 from .nodes import rank_of, shape_of
 
 PRODUCTS = frozenset({"matmul", "baddbmm", "einsum"})
 
 
-# --- axes in front of queries and keys --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Leading:
-    """The axes in front of queries and keys, whatever views make of them on the way."""
-
-    merged: tuple[Size, int] | None = None
-    """Batch and heads, where a product has one axis for both."""
-    grouped: tuple[int, int] | None = None
-    """Key heads, and the query heads of each, where a product has an axis for either."""
-
-    def of(self, heads: Heads, product: fx.Node) -> Heads:
-        """`heads`, read by `product`."""
-        return heads if rank_of(product) > 3 else replace(heads, merged=self.merged)
-
-
 def leading_of(node: fx.Node) -> tuple[Size, ...]:
     """The lengths of the axes of `node` in front of its last two."""
     return shape_of(node)[:-2]
-
-
-def moved_leading(view: fx.Node, source: object) -> tuple[Size, ...] | None:
-    """`leading_of(view)`; None unless it is a view of `source` that leaves the last two axes alone."""
-    before, after = fake_tensor(source), fake_tensor(view)
-    if first_argument(view) is not source or before is None or after is None or before.dtype != after.dtype:
-        return None
-    old, new = sizes(before), sizes(after)
-    return new[:-2] if old[-2:] == new[-2:] and {len(old), len(new)} <= {3, 4, 5} else None
-
-
-def leading_axes(shapes: Sequence[tuple[Size, ...]]) -> Leading:
-    """What shapes of the same scores say together. Each view that leads from one to the next keeps the order of the
-    elements. Raises `Refused` if they contradict each other.
-    """
-    one, two, three = ({shape for shape in shapes if len(shape) == n} for n in (1, 2, 3))
-    grouped = {(batch, first * second) for batch, first, second in three}
-    if len(one) > 1 or len(three) > 1 or len(two | grouped) > 1:
-        raise Refused(
-            "Between the product of queries and keys and that with the values, views move batches and heads: "
-            f"{', '.join(map(str, map(list, dict.fromkeys(shapes))))}."
-        )
-    merged = next(iter(two | grouped)) if one and (two or three) else None
-    numbers = (*(merged or ())[1:], *(n for shape in three for n in shape[1:]))
-    if not all(isinstance(n, int) for n in numbers):
-        raise Refused("The number of heads is known only at run time, and views join it to the batch or split it.")
-    heads = next((shape[1:] for shape in three), None)
-    return Leading(cast("tuple[Size, int] | None", merged), cast("tuple[int, int] | None", heads))
-
-
-# --- products ---------------------------------------------------------------------------------------------------------
 
 
 def queries_and_keys(product: fx.Node, q: object, k: object) -> tuple[Heads, Heads] | None:

@@ -17,10 +17,11 @@ from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.site import Operand
 from fusion_pass.graph.vocabulary import Size, fake_tensor, first_argument, operation, reads_no_numbers, sizes
 
-from ...facts import Refused
+from ...refused import Refused
 from ..facts import Attention, check_no_dropout
+from ..leading import leading_axes, moved_leading
 from .nodes import CASTS, MAX_STEPS, keeps_numbers, rank_of, version_read
-from .products import PRODUCTS, leading_axes, moved_leading, values
+from .products import PRODUCTS, values
 from .scores import Parser, Scores
 from .sinks import as_a_factor, cuts_column
 from .softmax import Softmax
@@ -131,9 +132,9 @@ class _Values:
         leading = leading_axes(self.leading)
         scores = self.scores
         return Attention(
-            leading.of(scores.q, scores.product),
-            leading.of(scores.k, scores.product),
-            leading.of(v, product),
+            leading.of(scores.q, rank_of(scores.product)),
+            leading.of(scores.k, rank_of(scores.product)),
+            leading.of(v, rank_of(product)),
             scale=scores.inner if scores.cap is None else scores.inner * scores.cap,
             cap=scores.cap or 0.0,
             masks=scores.masks,

@@ -22,12 +22,13 @@ from fusion_pass.graph.site import Operand
 from fusion_pass.graph.vocabulary import CALLS, Size, fake_tensor, first_argument, in_place, operation
 from fusion_pass.kernels.attention_problem import mask_floor
 
-from ...facts import Refused
 from ...literals import constant, number, number_times
 from ...masks.masked_scores import MaskTerm, Meaning
+from ...refused import Refused
 from ..heads import Heads
+from ..leading import moved_leading
 from .nodes import CASTS, MAX_STEPS, keeps_numbers, rank_of, reduces_last, shape_of, version_read
-from .products import PRODUCTS, leading_of, moved_leading, queries_and_keys, queries_and_keys_of_einsum
+from .products import PRODUCTS, leading_of, queries_and_keys, queries_and_keys_of_einsum
 from .sinks import per_head
 
 

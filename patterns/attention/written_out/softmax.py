@@ -17,8 +17,8 @@ from torch import fx
 from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.vocabulary import fake_tensor, first_argument, in_place, operation
 
-from ...facts import Refused
 from ...literals import number
+from ...refused import Refused
 from .nodes import CASTS, keeps_numbers, reduces_last, shape_of
 
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})

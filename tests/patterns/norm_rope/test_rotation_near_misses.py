@@ -11,8 +11,8 @@ from exactness import assert_exact, capture, find, sites_of
 from spellings import HALF, Attention, D, H, Rotate, S, halves, inputs, refused
 from torch import Tensor, fx
 
-from fusion_pass.patterns.facts import Refused
 from fusion_pass.patterns.norm_rope.axes import operand
+from fusion_pass.patterns.refused import Refused
 
 
 def test_reflection() -> None:

@@ -1,25 +1,19 @@
-"""What the recognisers say about a graph: small frozen facts, each proved on random lanes (see
+"""What the recognisers of norm + rotation say about a graph: small frozen facts, each proved on random lanes (see
 `fusion_pass/graph/lanes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import fx
 
-from fusion_pass.graph.effects import Effects
 from fusion_pass.graph.lanes import Value
 from fusion_pass.graph.site import Operand
 
 Array = np.ndarray[Any, Any]
-
-
-class Refused(Exception):
-    """Looked like the pattern and is not, or cannot be proved to be. The message is the sentence a user will read."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +54,3 @@ class Norm:
     eps: float | fx.Node
     weight: Operand | None = None
     bias: Operand | None = None
-
-
-def check_written_for_itself(effects: Effects, region: Container[fx.Node], results: Container[fx.Node]) -> None:
-    """Raise `Refused` if memory that `region` writes is read outside of it, other than through its `results`: the call
-    writes nothing."""
-    found = effects.reader_behind(region, results)
-    if found is not None:
-        write, reader = found
-        raise Refused(f"{write.name!r} writes, inside the site, what is read outside it, by {reader.name!r}.")
