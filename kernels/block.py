@@ -480,3 +480,4 @@ for _name, _real, _fake in ((NAME, _forward, _forward_fake), (f"{NAME}_backward"
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 torch.library.register_autograd(f"{NAMESPACE}::{NAME}", _autograd_backward, setup_context=_setup_context, lib=_library)
 torch.library.register_autograd(f"{NAMESPACE}::{NAME}_backward", _no_double_backward, lib=_library)
+registry.register_joined(NAME, parts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -25,9 +25,6 @@ ORDER = (
 )  # fmt: skip
 
 NORM_ROPE_OPS = frozenset({"qkv_norm_rope", "qk_norm_rope", "norm_rope", "rope"})
-
-JOINED_OP = "norm_rope_attention"
-"""Has no kernel of its own but those of its parts (`block.py`)."""
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
@@ -87,11 +84,17 @@ _discovered = False
 _lock = threading.RLock()
 """Held while `_kernels` changes. Who reads it sees what it was before a change or after it: it is replaced."""
 _watchers: list[Callable[[], None]] = []
+_joined: dict[str, Callable[[Request], Sequence[Request]]] = {}
 
 
 def when_changed(watcher: Callable[[], None]) -> None:
     """Call `watcher` whenever a kernel was registered: a choice made earlier may not be the choice now."""
     _watchers.append(watcher)
+
+
+def register_joined(op: str, parts: Callable[[Request], Sequence[Request]]) -> None:
+    """Add an operator without kernels of its own: it runs those of the operators whose requests `parts` gives."""
+    _joined[op] = parts
 
 
 def register(kernel: Kernel) -> None:
@@ -154,7 +157,7 @@ def choose(request: Request, allow_reference: bool = False, only: Iterable[str] 
     longer to be had, and the reference is slower than both.
     """
     names = None if only is None else set(only)
-    if request.op == JOINED_OP:
+    if request.op in _joined:
         return _choose_parts(request, allow_reference, names)
     reasons: dict[str, str] = {}
     able: Kernel | None = None
@@ -178,14 +181,12 @@ def choose(request: Request, allow_reference: bool = False, only: Iterable[str] 
 
 def _choose_parts(request: Request, allow_reference: bool, names: set[str] | None) -> Choice:
     """A kernel for each of the operators that a joined one stands for, named as in "triton+hopper"."""
-    from .block import parts  # which registers operators that use this module
-
-    choices = [choose(part, allow_reference, names) for part in parts(request)]
+    choices = [choose(part, allow_reference, names) for part in _joined[request.op](request)]
     found = [choice.kernel.name for choice in choices if choice.kernel is not None]
     if len(found) < len(choices):
         return Choice(None, {name: reason for choice in choices for name, reason in choice.reasons.items()})
     name = found[0] if len(set(found)) == 1 else "+".join(found)
-    return Choice(Kernel(name, frozenset({JOINED_OP}), load=lambda: None, available=lambda: None), {})
+    return Choice(Kernel(name, frozenset({request.op}), load=lambda: None, available=lambda: None), {})
 
 
 @dataclass(frozen=True)

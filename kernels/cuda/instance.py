@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..options import Options
-
-if TYPE_CHECKING:
-    from .tiles import Tile
 
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float", torch.float64: "double"}
 INTEGERS = {
@@ -117,21 +113,6 @@ def option_constants(options: Options) -> dict[str, Constant]:
         "SECTION_T": section[0],
         "SECTION_H": section[1],
         "SECTION_W": section[2],
-    }
-
-
-def tile_constants(tile: Tile) -> dict[str, Constant]:
-    """The tile, under the names of the sources."""
-    return {
-        "WARPS": tile.warps,
-        "BLOCKS": tile.blocks,
-        "UNROLL": tile.unroll,
-        "TABLES": tile.tables.upper(),
-        "STAGES": tile.stages,
-        "HEADS_A_COPY": tile.heads_a_copy,
-        "FLAT": tile.flat,
-        "PREFETCHES_HEADS": tile.prefetches in ("heads", "both"),
-        "PREFETCHES_TABLES": tile.prefetches in ("tables", "both"),
     }
 
 

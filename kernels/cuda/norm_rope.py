@@ -28,7 +28,6 @@ from .instance import (
     option_constants,
     slot_constants,
     table_access,
-    tile_constants,
 )
 from .launch import Arguments, Launch
 from .parameters import KINDS, ParameterGradient, Parameters
@@ -43,6 +42,7 @@ from .tiles import (
     deferred_tokens,
     forward_tile,
     prefetched_tokens,
+    tile_constants,
 )
 
 COUNTS_POSITIONS = True

@@ -48,6 +48,21 @@ class Tile(NamedTuple):
     keeps: bool = True
 
 
+def tile_constants(tile: Tile) -> dict[str, Constant]:
+    """The tile, under the names of the sources."""
+    return {
+        "WARPS": tile.warps,
+        "BLOCKS": tile.blocks,
+        "UNROLL": tile.unroll,
+        "TABLES": tile.tables.upper(),
+        "STAGES": tile.stages,
+        "HEADS_A_COPY": tile.heads_a_copy,
+        "FLAT": tile.flat,
+        "PREFETCHES_HEADS": tile.prefetches in ("heads", "both"),
+        "PREFETCHES_TABLES": tile.prefetches in ("tables", "both"),
+    }
+
+
 FORWARD = {H100: Tile(4, 6), H200: Tile(2, 12)}
 """H200, 16384 tokens: blocks of two warps take up to 1.2 % less than of four (Gemma 3: 1.4 % more, were it not for its
 prefetches), of five, eight and ten 2, 6 and 10 % more: a block makes room only when its last warp ends."""
