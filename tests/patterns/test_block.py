@@ -109,7 +109,9 @@ JOINED: dict[str, tuple[Model, int]] = {
 @pytest.mark.parametrize("name", JOINED)
 def test_joined(name: str) -> None:
     model, count = JOINED[name]
-    assert len(joined(model, *qkv())) == count
+    found = joined(model, *qkv())
+    assert len(found) == count
+    assert not any(block.site.call.options["keep"] for block in found)
 
 
 def input_written_between(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -171,6 +173,13 @@ def test_apart(name: str) -> None:
     module, _, places = places_of(APART[name], *qkv())
     names = [place.call.name for place in places if isinstance(place, Site)]
     assert {"attention", "qkv_norm_rope" if "values " in name else "qk_norm_rope"} <= set(names)
+    assert not list(blocks(module.graph, places))
+
+
+def test_queries_alone() -> None:
+    """No operator has them and their attention."""
+    module, _, places = places_of(lambda q, k, v: attend(*rotated(q), k, v), *qkv())
+    assert [place.call.name for place in places if isinstance(place, Site)] == ["rope", "attention"]
     assert not list(blocks(module.graph, places))
 
 

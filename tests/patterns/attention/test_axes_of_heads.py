@@ -277,6 +277,16 @@ def test_condition_along_one_axis_of_batch_and_heads(first: int, found: set[str]
     assert graphs.conditions(place).keys() == found
 
 
+def test_sum_of_truths_along_batch_and_heads() -> None:
+    """A key is seen where one of them says so."""
+    seen: Model = lambda s: (torch.arange(B * H)[:, None, None] < H) + ~future(S)  # noqa: E731
+    model = viewed(lambda s: torch.where(seen(s), s, -torch.inf).view(-1, H, S, S))
+    module, inputs = graphs.captured(model, *qkv(H))
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert graphs.conditions(place) == {"mask": "add.unflatten(0, (-1, 6))"}
+
+
 def test_condition_along_batch_and_heads_that_may_hide_a_whole_row() -> None:
     """By a finite number, as causality does: neither is left out for the other."""
     first: Model = lambda s: (torch.arange(B * H)[:, None, None] >= H) & (torch.arange(S) == 0)  # noqa: E731

@@ -216,7 +216,7 @@ def test_bias_and_mask_in_one_tensor_are_kept_as_one_where_the_bias_is_not_bound
 def written_between(s: Tensor) -> Tensor:
     mask = numbers(s)
     both = of_distance(s.shape[-1]) + mask
-    mask.zero_()
+    mask.triu_(2)
     return s + both
 
 
@@ -269,6 +269,18 @@ def test_bias_beside_a_mask_of_infinities_may_be_anything() -> None:
     (place,) = graphs.check(module, inputs)
     assert isinstance(place, graphs.Site), place.reason
     assert graphs.conditions(place) == {"mask": "l_others_0_", "causal": "top_left"}
+
+
+def test_bias_and_mask_in_one_tensor_with_a_row_that_sees_no_key() -> None:
+    """The first two of the queries see none of the last keys."""
+    last: Model = lambda s: torch.ones(s.shape[-2:], dtype=torch.bool).triu(-1)  # noqa: E731
+    q, k, v = qkv()
+    module, inputs = graphs.captured(
+        attention(lambda s: s + of_mpt(S - 2).masked_fill(last(s), LOWEST)), q, k[:, :, 2:], v[:, :, 2:]
+    )
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    assert graphs.conditions(place) == {"mask": "masked_fill"}
 
 
 def test_small_numbers_beside_a_row_that_sees_no_key() -> None:

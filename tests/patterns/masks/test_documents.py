@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mask_calls import PADDING, POSITIONS, SEGMENTS, B, H, S, columns, proved, rows, with_data
+from mask_calls import PADDING, POSITIONS, SEGMENTS, B, H, Mask, S, columns, proved, rows, with_data
 from torch import Tensor, fx
 
 from fusion_pass.graph.vocabulary import operation
@@ -193,10 +193,43 @@ def test_positions_in_documents_of_another_kind() -> None:
     """`[B, 2, S]`: only the kind of the positions differs."""
 
     def mask(q: Tensor, k: Tensor, data: Tensor) -> Tensor:
-        ids = packed(data.flatten(0, 1)).view(data.shape)
+        ids = (torch.diff(data, prepend=data[..., :1] - 1, dim=-1) != 1).cumsum(-1)
         return no_difference(ids[:, 0], ids[:, 1]) & (data[:, None, 1, None, :] <= data[:, None, 0, :, None])
 
     assert "causal" not in with_data(mask, torch.stack([POSITIONS, POSITIONS.flip(0)], 1))
+
+
+BESIDE: dict[str, tuple[Mask, set[str]]] = {
+    "causality": (lambda q, k, data: columns(k) <= rows(q), {"causal"}),
+    "padding": (lambda q, k, data: (data != 7)[:, None, None, :], {"mask"}),
+    "the one before": (lambda q, k, data: data[:, None, None, :] - data[:, None, :, None] == -1, {"mask"}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_else_is_said_beside_documents(name: str) -> None:
+    other, arguments = BESIDE[name]
+    found = with_data(lambda q, k, data: same(packed(data)) & other(q, k, data), POSITIONS)
+    assert found.keys() == {"q_segment_ids"} | arguments
+
+
+def test_ids_that_are_written_before() -> None:
+    def mask(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
+        own = ids.clone()
+        own[:, 0] = 7
+        return no_difference(own, own)
+
+    assert with_data(mask, SEGMENTS) == {"q_segment_ids": "own"}
+
+
+def test_ids_that_are_written_behind() -> None:
+    def mask(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
+        own = ids % 4
+        seen = no_difference(own, own)
+        own.fill_(0)
+        return seen
+
+    assert with_data(mask, SEGMENTS) == {"mask": "seen"}
 
 
 def test_positions_with_tokens_first() -> None:

@@ -82,13 +82,15 @@ def test_zero_or_data_is_data(name: str) -> None:
     assert fused(model, *qkv(), torch.randn(S)) == {"scale": 1.0, "mask": "where"}
 
 
-def test_numbers_of_that_size_which_hide_nothing() -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_numbers_of_that_size_which_hide_nothing(turned: bool) -> None:
     """A key that is seen may have them."""
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT
         odd = torch.arange(S) % 2 == 1
-        return (scores + torch.where(odd, -9e7, 0.0) + torch.where(hidden(scores), -1e8, 0.0)).softmax(-1) @ v
+        lowered = torch.where(~odd, 0.0, -9e7) if turned else torch.where(odd, -9e7, 0.0)
+        return (scores + lowered + torch.where(hidden(scores), -1e8, 0.0)).softmax(-1) @ v
 
     assert "hide keys by finite numbers, and a row may see no key" in refused(model, *qkv())
 
