@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +193,14 @@ COMPUTED: dict[str, Operation] = {
     "written, a part of no lanes": lambda x, y, w: set_part(x.clone(), (..., slice(8, None)), y[..., :0]),
     "written through other axes": lambda x, y, w: set_part(x.clone(), (..., slice(2)), 1.0, (2, 3, 4, 3, 8)),
     "written": lambda x, y, w: written(x.clone(), y),
+    "written, and read where a write gave it": lambda x, y, w: written_twice(x.clone(), y)[0] * 1,
+    "written where a write gave it": lambda x, y, w: written_twice(x.clone(), y)[1] * 1,
+    "written through two views": lambda x, y, w: changed(
+        x.clone(), lambda x: x.narrow(-1, 2, 5).narrow(-1, 1, 2).mul_(3.0)
+    ),
+    "written through a view of a view": lambda x, y, w: changed(
+        x.clone(), lambda x: x.view(2, 12, 3, 2, 4).transpose(-1, -2).mul_(y.view(2, 12, 3, 4, 2))
+    ),
 }
 
 
@@ -206,6 +215,20 @@ def written(x: Tensor, y: Tensor) -> Tensor:
     x.mul_(2.0)
     x.narrow(-1, 5, 2).copy_(y[..., 5:7])
     x[:, :, 1].neg_()
+    return x
+
+
+def written_twice(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """What the first write gave, and what it wrote."""
+    doubled = x.mul_(2.0)
+    x[..., 2:4] = y[..., :2]
+    doubled[..., 5:] = y[..., :3]
+    doubled.neg_()
+    return doubled, x
+
+
+def changed(x: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+    change(x)
     return x
 
 
@@ -264,9 +287,25 @@ NOT_MODELLED: dict[str, Operation] = {
     "logic": lambda x: (x > 0) * x,
     "a fraction of an integer": lambda x: torch.full((8,), 1.5, dtype=torch.long),
     "fractions of integers": lambda x: torch.tensor([1.5, 2.0], dtype=torch.long),
+    "a fraction written to integers": lambda x: set_part(torch.ones(8, dtype=torch.long), (0,), 1.5, (8,)).double(),
+    "written to another tensor": lambda x: torch.mul(x, 2.0, out=torch.empty_like(x)),
+    "written to another tensor, and again": lambda x: written_again(x, torch.empty_like(x)),
+    "written in place by name": lambda x: torch.neg_(input=x.clone()),
+    "written in a list": lambda x: changed(x.clone(), lambda x: torch._foreach_mul_([x], 2.0)),
+    "written through a view by name": lambda x: changed(
+        x.clone(), lambda x: torch.transpose(input=x, dim0=2, dim1=3).mul_(2.0)
+    ),
+    "written along a diagonal": lambda x: changed(x.clone(), lambda x: x.diagonal(0, 2, 3).mul_(2.0)),
+    "written real parts": lambda x: torch.view_as_real(changed(torch.complex(x, x * 2), lambda z: z.real.mul_(2.0))),
     "written places": lambda x: scattered(x.clone()),
     "written tokens": lambda x: token_written(x.clone()),
 }
+
+
+def written_again(x: Tensor, out: Tensor) -> Tensor:
+    doubled = torch.mul(x, 2.0, out=out)
+    out.add_(1.0)
+    return doubled
 
 
 def scattered(x: Tensor) -> Tensor:
@@ -285,6 +324,29 @@ def test_what_is_not_modelled(name: str) -> None:
     _, value, _, _ = evaluated(NOT_MODELLED[name], torch.randn(SHAPE, dtype=torch.float64))
     assert read_from(value)
     assert all(node.op != "placeholder" for node in read_from(value)), value
+
+
+def test_results_of_one_operation_that_is_not_modelled() -> None:
+    """Each is a source of its own."""
+    _, value, _, _ = evaluated(lambda x: torch.cat(torch.aminmax(x, dim=-1, keepdim=True), -1), torch.randn(SHAPE))
+    assert len(value.axes) == 2
+    assert len(read_from(value)) == 1
+
+
+def test_lanes_of_an_outer_axis_are_different_numbers() -> None:
+    """Or heads in another order would be the same."""
+    _, value, _, _ = evaluated(MOVED["cat of heads"], torch.randn(SHAPE))
+    assert len(set(value.data[0].flatten().tolist())) == SHAPE[2] * SHAPE[3]
+
+
+def test_shape_that_the_graph_denies() -> None:
+    """Whatever is modelled, the recorded shape counts: such a node is a source."""
+    module, _ = capture(lambda x: ((x * 2) * 3,), torch.randn(SHAPE))
+    first, second = module.graph.find_nodes(op="call_function", target=operator.mul)
+    first.meta["example_value"] = first.meta["example_value"].new_empty((*SHAPE[:-1], 1))
+    reader = Evaluator(Effects.of(module.graph))
+    assert reader.settle(lambda: reader.opaque(first))
+    assert read_from(reader.value(second)) == {first} or reader.opaque(second)
 
 
 def test_rows_that_are_joined_in_another_order() -> None:
