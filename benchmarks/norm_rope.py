@@ -119,6 +119,7 @@ SHAPES = [
     Shape("head_dim 64 32+8", 32, 8, 64, packed=True, rotary_dim=64),
     Shape("head_dim 80 16+16", 16, 16, 80, packed=True, rotary_dim=80),
     Shape("head_dim 96 32+8 fp16", 32, 8, 96, packed=True, rotary_dim=96, dtype=torch.float16),
+    Shape("Lumina 2 adjacent 24+8 of 96", 24, 8, 96, pairing="adjacent", rotary_dim=96),
     Shape("Wan 14B hidden adjacent 40+40", 40, 40, norm_scope="hidden", pairing="adjacent"),
     Shape("Qwen2.5-VL vision 16+16 of 80", 16, 16, 80, norm="none", rotary_dim=80, full_width=True),
     Shape("Qwen3-VL vision 16+16 of 72", 16, 16, 72, norm="none", rotary_dim=72, full_width=True),

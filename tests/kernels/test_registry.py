@@ -117,15 +117,19 @@ def test_long_rows_are_left_to_inductor_without_cuda() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "left"), [(72, True), (80, True), (96, False), (112, False), (128, False)])
-def test_padded_rotations_are_left_to_inductor_without_cuda(head_dim: int, left: bool) -> None:
-    """Of Triton alone, where they fill less than two thirds of the lanes that it computes."""
+def test_padded_rotations_are_left_to_inductor(head_dim: int, left: bool) -> None:
+    """Of Triton alone, where they fill less than two thirds of the lanes that it computes; by CUDA C++, too, where
+    tokens are few."""
     for training in (True, False):
-        for tokens in ((1, 16), (4, 4096), (None, None)):
+        for tokens in ((1, 257), (4, 4096), (None, None)):
             reason = asked("triton", tokens, training, head_dim=head_dim, norm="none")
             assert (reason is not None and "pip install 'fusion-pass[cuda]'" in reason) == left
             assert asked("triton", tokens, training, head_dim=head_dim) is None
             assert asked("measured", tokens, training, head_dim=head_dim, norm="none") is None
-    assert asked("triton", (1, 1), True, head_dim=head_dim, norm="none") is None
+        for tokens in ((1, 16), (2, 128)):
+            for name in ("measured", "cuda"):
+                reason = asked(name, tokens, training, head_dim=head_dim, norm="none")
+                assert (reason is not None and "0.75x" in reason) == left
 
 
 def test_names_are_unique() -> None:
