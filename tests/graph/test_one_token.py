@@ -339,6 +339,26 @@ def test_lanes_of_an_outer_axis_are_different_numbers() -> None:
     assert len(set(value.data[0].flatten().tolist())) == SHAPE[2] * SHAPE[3]
 
 
+def test_what_depends_on_a_studied_tensor() -> None:
+    """By what was written to its memory until it is read, be that memory older."""
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        early, late = torch.zeros(8), torch.zeros(8)
+        studied = x * 2
+        late[0] = 1.0
+        before = late * 1
+        early[0] = studied[0]
+        early[1] = 1.0
+        late[1] = studied[1]
+        return studied, before, early * 1, late * 1, x * 3
+
+    module, _ = capture(model, torch.randn(8))
+    reader = Evaluator(Effects.of(module.graph))
+    studied, *others = module.graph.find_nodes(op="output")[0].args[0]
+    study = reader.study(studied, lambda lanes: lanes)
+    assert [study.depends(node) for node in others] == [False, True, True, False]
+
+
 def test_shape_that_the_graph_denies() -> None:
     """Whatever is modelled, the recorded shape counts: such a node is a source."""
     module, _ = capture(lambda x: ((x * 2) * 3,), torch.randn(SHAPE))
