@@ -28,7 +28,7 @@ _SUFFIXES = frozenset({".py", ".cu", ".cuh", ".h", ".cpp", ".json"})
 
 def uuid(config: FusionConfig) -> bytes:
     """32 bytes, never empty (a falsy uuid would bypass the caches). The sources are read once per process."""
-    return hashlib.sha256(_code_digest(_pattern_files()) + config.cache_key().encode()).digest()
+    return hashlib.sha256(_code_digest(_pattern_sources()) + config.cache_key().encode()).digest()
 
 
 def cache_key(config: FusionConfig) -> dict[str, str]:
@@ -73,10 +73,18 @@ def _code_digest(extra: tuple[Path, ...]) -> bytes:
     return hashlib.sha256(sources_digest([*roots, *extra]) + versions.encode()).digest()
 
 
-def _pattern_files() -> tuple[Path, ...]:
-    """Sources of the patterns that are not ours."""
-    files = (getattr(sys.modules.get(type(pattern).__module__), "__file__", None) for pattern in patterns())
-    return tuple(sorted({Path(file) for file in files if file}))
+def _pattern_sources() -> tuple[Path, ...]:
+    """Of the patterns that are not ours: the folders of their packages, or the file of a module that is in none."""
+    found: set[Path] = set()
+    for pattern in patterns():
+        module = sys.modules.get(type(pattern).__module__)
+        package = getattr(module, "__package__", None) or ""
+        if package.split(".")[0] == __package__:
+            continue
+        folders = getattr(sys.modules.get(package), "__path__", None)
+        file = getattr(module, "__file__", None)
+        found.update(map(Path, folders if folders else [file] if file else []))
+    return tuple(sorted(found))
 
 
 def _version(distribution: str) -> str:

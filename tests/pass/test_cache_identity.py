@@ -16,7 +16,7 @@ from compiling import as_it_is, capture
 from torch._dynamo.package import CompilePackage
 from toy import ScaledSin
 
-from fusion_pass import FusionBackend, FusionConfig, inductor_options
+from fusion_pass import FusionBackend, FusionConfig, identity, inductor_options
 from fusion_pass.identity import sources_digest, uuid
 
 SCRIPT = """
@@ -92,8 +92,6 @@ def test_the_digest_follows_every_source_file(tmp_path: Path) -> None:
 
 
 def test_the_digest_covers_pass_patterns_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusion_pass import identity
-
     seen: list[Path] = []
     monkeypatch.setattr(identity, "sources_digest", lambda roots: seen.extend(roots) or b"")
     identity._code_digest.__wrapped__(())
@@ -102,6 +100,25 @@ def test_the_digest_covers_pass_patterns_and_kernels(monkeypatch: pytest.MonkeyP
         spec = importlib.util.find_spec(f"fusion_pass.{module}")
         assert spec is not None
         assert spec.origin in files
+
+
+def test_the_digest_follows_the_package_of_a_pattern(
+    tmp_path: Path, only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only the file of its class: what it calls, or its operator, may stand beside it."""
+    folder = tmp_path / "somebodys_fusions" / "inner"
+    folder.mkdir(parents=True)
+    for path in (folder.parent / "__init__.py", folder / "__init__.py"):
+        path.write_text("")
+    (folder / "formula.py").write_text("LIMIT = 1")
+    (folder / "pattern.py").write_text("class P:\n name = 'p'\n def find(self, graph):\n  return ()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    only(importlib.import_module("somebodys_fusions.inner.pattern").P())
+    assert identity._pattern_sources() == (folder,)
+    before = uuid(FusionConfig())
+    (folder / "formula.py").write_text("LIMIT = 2")
+    identity._code_digest.cache_clear()  # read once a process
+    assert uuid(FusionConfig()) != before
 
 
 @pytest.mark.parametrize("hook", [False, True])
