@@ -239,6 +239,16 @@ def test_mask_for_two_axes_of_heads(name: str) -> None:
     assert graphs.conditions(place) == {"mask": expected}
 
 
+def test_finite_numbers_for_two_axes_of_heads() -> None:
+    """A row may see no key, and no gradient is asked for."""
+    change: Model = lambda s, seen: s.masked_fill(~seen[:, None, None, None], LOWEST)  # noqa: E731
+    module, inputs = graphs.captured(by_einsum(change), *(x.detach() for x in qkv()), PADDING)
+    (place,) = graphs.check(module, inputs)
+    assert isinstance(place, graphs.Site), place.reason
+    lowest = torch.finfo(torch.bfloat16).min
+    assert graphs.conditions(place) == {"mask": f"invert.to(torch.bfloat16).mul({lowest}).select(2, 0)"}
+
+
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [5, 5, 3, 3, 3, 3, 3]])
 
 
