@@ -66,7 +66,7 @@ def backward(
 
 def choice(site: Site, device: torch.device, launches: Callable[[str], Sequence[Work] | None]) -> str:
     """The back end to take: by the table, or by a measurement where one is allowed and the table is not exact."""
-    row = table.nearest(site.form, site.size, table.rows(card_of(device))) if site.usual else None
+    row = table.deciding(site.form, site.size, card_of(device)) if site.usual else None
     if (row is None or not row.exact(site.form, site.size)) and autotune.enabled():
         measured = autotune.faster(site.key(), device, launches)
         if measured is not None:

@@ -7,8 +7,9 @@ the one of its architecture whose memory is nearest in speed.
 A call is decided by the row whose form is the call's and whose size is nearest (of the heads first, then of the
 tokens, by ratio). Where that form was not measured the one with the nearest head_dim stands in, then one that differs
 in whether v is moved, in sectioned MRoPE, or in whether some lanes pass. Size of the elements, norm and what it is
-over, pairing, interleaved MRoPE and padding of head_dim decide too much: no other row stands in for them. A call
-without a row is Triton's.
+over, pairing, interleaved MRoPE and padding of head_dim decide too much: no other row stands in for them. Padded heads
+that a card's file has no row for go by the other card of its architecture: Triton computes lanes without data on any.
+A call without a row is Triton's.
 """
 
 from __future__ import annotations
@@ -62,6 +63,15 @@ def rows(of: Card) -> tuple[Row, ...]:
         for shape in json.loads(path_of(measured).read_text())["shapes"]
         for tokens, triton, cuda in shape["microseconds"]
     )
+
+
+def deciding(form: Form, size: Size, of: Card) -> Row | None:
+    """The row that speaks for a call on a card."""
+    row = nearest(form, size, rows(of))
+    if row is None and form.padded and not form.hidden:
+        others = [other for other in TABLES if other.architecture == of.architecture]
+        row = nearest(form, size, [row for other in others for row in rows(other)])
+    return row
 
 
 def path_of(measured: Card) -> Path:

@@ -138,13 +138,15 @@ def test_a_call_has_the_form_it_was_measured_under(shape) -> None:  # type: igno
 
 @pytest.mark.parametrize("shape", ON_AN_H200_ALONE, ids=lambda s: s.name)
 def test_no_other_row_speaks_for_what_was_not_measured(shape) -> None:  # type: ignore[no-untyped-def]
-    """A norm over the row, and a rotation alone of padded heads: on an H100, where there is none, they are Triton's."""
+    """A norm over the row is Triton's on an H100; padded heads go by the H200's rows. Other architectures have none."""
     form, size = form_of(shape, "backward"), Size(shape.heads + shape.kv_heads, 16384)
     assert table.nearest(form, size, table.rows(H100)) is None
-    found = table.nearest(form, size, table.rows(H200))
+    found = table.deciding(form, size, H200)
     assert found is not None
     assert found.form == form
     assert found.faster == "cuda"
+    assert table.deciding(form, size, H100) == (None if form.hidden else found)
+    assert table.deciding(form, size, Card(80, 2000)) is None
 
 
 @pytest.mark.parametrize(
