@@ -33,8 +33,9 @@ def take_apart(effects: Effects, mask: MaskTerm) -> list[MaskTerm]:
 
 
 def _summands(_: Effects, mask: MaskTerm, *args: object) -> list[MaskTerm] | None:
+    # Three arguments are a deprecated spelling: `torch.add(x, alpha, y)`.
     parts = [replace(mask, node=a) for a in args if isinstance(a, fx.Node)]
-    return parts if len(parts) == 2 else None
+    return parts if len(parts) == len(args) == 2 else None
 
 
 def _filled(effects: Effects, mask: MaskTerm, x: object, chosen: object, value: object) -> list[MaskTerm] | None:

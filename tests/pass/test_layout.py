@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,14 +61,20 @@ def test_an_operator_of_somebody_elses_sees_the_strides_of_the_model() -> None:
     assert strides.tolist() == rotated(*given).tolist() == [384, 16, 768, 1]
 
 
-def test_strides_are_restored_for_every_length() -> None:
-    """Asked for their numbers, symbolic strides would be fixed to those of the first call, and each length compiled."""
-    backend = FusionBackend(FusionConfig(allow_reference=True, expect={"rope": 1}), inner=as_it_is)
-    compiled = torch.compile(rotated, backend=backend, fullgraph=True)
+def of_three_lengths() -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+    """Batch, tokens, and arguments of these symbolic sizes."""
     for batch, tokens in ((2, 24), (3, 17), (5, 40)):
         given = heads_first(batch, tokens)
         for tensor in given:
             torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
+        yield batch, tokens, given
+
+
+def test_strides_are_restored_for_every_length() -> None:
+    """Asked for their numbers, symbolic strides would be fixed to those of the first call, and each length compiled."""
+    backend = FusionBackend(FusionConfig(allow_reference=True, expect={"rope": 1}), inner=as_it_is)
+    compiled = torch.compile(rotated, backend=backend, fullgraph=True)
+    for batch, tokens, given in of_three_lengths():
         assert compiled(*given).tolist() == rotated(*given).tolist() == [16 * tokens, 16, 16 * tokens * batch, 1]
     assert len(backend.reports) == 1
 
@@ -93,10 +100,7 @@ def test_a_reader_made_of_others_is_compiled_once() -> None:
 
     backend = FusionBackend(FusionConfig(allow_reference=True, expect={"rope": 1}), inner=as_it_is)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for batch, tokens in ((2, 24), (3, 17), (5, 40)):
-        given = heads_first(batch, tokens)
-        for tensor in given:
-            torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
+    for _, _, given in of_three_lengths():
         torch.testing.assert_close(compiled(*given), model(*given))
     assert len(backend.reports) == 1
 

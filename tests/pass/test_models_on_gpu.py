@@ -79,7 +79,9 @@ def test_every_model(name: str, how: Combination) -> None:
     try:
         module, inputs = zoo.build(name, dtype=how.dtype, device="cuda")
     except ModuleNotFoundError as missing:
-        pytest.skip(f"{name} cannot be built: {missing}")
+        if (missing.name or "").startswith("fusion_pass"):
+            raise
+        pytest.skip(str(missing))  # names the package of the extra `zoo` that is not installed
     module.train(how.training)
     if name == "gpt_oss" and how.dtype == torch.float32:
         # AOTAutograd cannot trace what transformers 5.17 takes for the grouped products of float32.

@@ -228,6 +228,10 @@ def written_sum(s: Tensor) -> Tensor:
 
 KEPT_AS_ONE: dict[str, tuple[Model, str]] = {
     "scaled while it is added": (attention(lambda s, seen: s + torch.add(of_mpt(S), numbers(s), alpha=2)), "add"),
+    "scaled by the argument between (a deprecated spelling)": (
+        attention(lambda s, seen: s + torch.add(numbers(s), 2, of_mpt(S))),
+        "add",
+    ),
     "written between": (attention(lambda s, seen: written_between(s)), "both"),
     "a sum that is written": (attention(lambda s, seen: written_sum(s)), "both"),
     "masked by a number that hides nothing": (
